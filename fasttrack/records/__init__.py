@@ -1,0 +1,46 @@
+"""Raw measurements: typed records in append-only JSONL files. A leaf: imports nothing of ours but errors."""
+
+from fasttrack.records.schema import (
+    RECORD_TYPES,
+    Arm,
+    CellKey,
+    EngineRecord,
+    EvalItemRecord,
+    Evidence,
+    FeatureRecord,
+    FidelityRecord,
+    GenerationRecord,
+    NumericsRecord,
+    OffStateRecord,
+    PerformanceRecord,
+    PublishedRecord,
+    Record,
+    RefusalRecord,
+    StepRecord,
+    TraceRecord,
+    parse_record,
+)
+from fasttrack.records.store import RecordReader, RecordWriter
+
+__all__ = [
+    "RECORD_TYPES",
+    "Arm",
+    "CellKey",
+    "EngineRecord",
+    "EvalItemRecord",
+    "Evidence",
+    "FeatureRecord",
+    "FidelityRecord",
+    "GenerationRecord",
+    "NumericsRecord",
+    "OffStateRecord",
+    "PerformanceRecord",
+    "PublishedRecord",
+    "Record",
+    "RecordReader",
+    "RecordWriter",
+    "RefusalRecord",
+    "StepRecord",
+    "TraceRecord",
+    "parse_record",
+]

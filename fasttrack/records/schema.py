@@ -1,0 +1,278 @@
+"""The record schema: one class per kind of measurement.
+
+Every record says which work unit and attempt produced it, in which arm and cell, and what its
+numbers may be used for (``evidence``). Records are written once and never edited; gates read them
+and nothing else. Adding a field needs a default; changing a meaning needs a new ``SCHEMA_VERSION``.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal, Union
+
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
+
+from fasttrack.errors import UsageError
+
+Arm = str  # "stock" | "stock-repeat" | "optimized" | "oracle" | "sabotaged:<fault>"
+
+StepKind = Literal["decode", "verify", "prefill", "mixed"]
+
+
+class _Model(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, ser_json_inf_nan="strings", allow_inf_nan=True)
+
+
+class Evidence(_Model):
+    """What a number may be used for.
+
+    ``emulated``: CPU or virtual ranks; proves schedule and state, says nothing about speed.
+    ``shard``: one GPU plays one rank (``rank`` of ``ranks``); kernel times count, communication does not.
+    ``published``: quoted from ``source``, never measured here. ``measured``: the claimed hardware itself.
+    """
+
+    kind: Literal["measured", "shard", "emulated", "published"]
+    device: str = ""
+    rank: int | None = None
+    ranks: int | None = None
+    source: str = ""
+
+
+class CellKey(_Model):
+    """One point of the scope. ``context`` names a bucket of the manifest; rows = requests x (1 + draft_length)."""
+
+    step: StepKind
+    tp: int = Field(ge=1)
+    requests: int = Field(ge=0)
+    draft_length: int = Field(default=0, ge=0)
+    dcp: int = Field(default=1, ge=1)
+    context: str = "short"
+
+    @property
+    def rows(self) -> int:
+        return self.requests * (1 + self.draft_length)
+
+    def __str__(self) -> str:
+        return f"{self.step}/tp{self.tp}/r{self.requests}/dl{self.draft_length}/dcp{self.dcp}/{self.context}"
+
+
+class _Base(_Model):
+    schema_version: int = 1
+    unit: str  #: work unit that produced the record
+    attempt: int = 1
+    arm: Arm = ""
+    cell: CellKey | None = None
+    evidence: Evidence
+
+
+class EngineRecord(_Base):
+    """The resolved configuration of one arm's engine: what the two arms must share, and what may differ."""
+
+    type: Literal["engine"] = "engine"
+    engine: str
+    switch: dict[str, str]
+    devices: list[str]
+    checkpoint: str  #: digest of the weights
+    config: dict[str, Any]  #: everything resolved; arms are compared key by key
+    modules_loaded: list[str] = []  #: loaded modules below the target's optimised packages
+
+
+class StepRecord(_Base):
+    """First witness: the engine's own ledger, one record per engine step."""
+
+    type: Literal["step"] = "step"
+    run: str  #: which generation call
+    index: int
+    kind: StepKind
+    requests: int
+    rows: int
+    padded_rows: int
+    draft_length: int
+    tp: int
+    dcp: int
+    context_max: int  #: longest context among the requests, in tokens
+    path: Literal["specialized", "stock"]
+    reason: str | None  #: name of the fallback reason on the stock path, None on the specialised one
+    ops: dict[str, int]  #: op name -> calls
+    providers: dict[str, str] = {}  #: op name -> provider ("torch", "cute", ...)
+    slots: list[int] = []  #: state slots written
+    rank_hashes: list[str] = []  #: one digest per rank over plan and outputs; all equal or the ranks diverged
+
+
+class TraceRecord(_Base):
+    """Second witness: what the profiler saw inside one step, observed by the harness and not by the engine."""
+
+    type: Literal["trace"] = "trace"
+    run: str
+    index: int
+    ops: dict[str, int]  #: op or kernel name -> calls, target ops only
+    other_ops: int  #: everything else the profiler saw in the step
+    source: str  #: "torch.profiler/cpu", "torch.profiler/cuda"
+
+
+class GenerationRecord(_Base):
+    """One completed request of a free-running generation."""
+
+    type: Literal["generation"] = "generation"
+    run: str
+    request: str
+    prompt_sha256: str
+    prompt_tokens: int
+    token_ids: list[int]
+    finish_reason: str
+    text: str | None = None
+    logprobs: list[float] | None = None  #: of the chosen tokens, natural log
+
+
+class NumericsRecord(_Base):
+    """One op, one input family, compared with the FP64 oracle.
+
+    ``worst`` is the largest elementwise error divided by its derived bound: <= 1 passes.
+    """
+
+    type: Literal["numerics"] = "numerics"
+    op: str
+    provider: str
+    case: str
+    family: str  #: normal, outliers, denormals, negative_zero, coded, ...
+    output: str
+    dtype: str
+    elements: int
+    worst: float
+    failing: int
+    max_abs_error: float
+    bound: str  #: the derivation, in words
+    nan_outputs: int  #: poison that survived in elements the op must write
+    changed_untouched: int  #: elements the op must not write and did
+    rerun_identical: bool  #: bit-identical with another poison in outputs and scratch
+
+
+class FidelityRecord(_Base):
+    """Teacher-forced comparison of one arm with the oracle, over one sequence's scored positions.
+
+    Sums and counts, so that records add up. ``abs_error`` is |logprob - oracle| of the forced token.
+    """
+
+    type: Literal["fidelity"] = "fidelity"
+    sequence: str
+    positions: int
+    kl_sum: float  #: sum over positions of KL(oracle || arm), nats
+    kl_max: float
+    abs_error_sum: float
+    abs_error_max: float
+    top1_flips: int
+    near_ties: int  #: flips whose oracle top-2 gap is below the rounding bound
+    nonfinite: int
+
+
+class EvalItemRecord(_Base):
+    """One question, one repeat, one arm. ``item`` is a hash where the task is gated."""
+
+    type: Literal["eval_item"] = "eval_item"
+    task: str
+    item: str
+    repeat: int
+    score: float
+    metric: str
+    prompt_sha256: str
+    response_sha256: str
+    response: str | None = None
+    finish_reason: str
+    parsed: bool
+    output_tokens: int
+    details: dict[str, Any] = {}
+
+
+class PerformanceRecord(_Base):
+    """One metric of one request or of one run.
+
+    ``metric``: decode_throughput, prefill_time, ttft, output_throughput, request_latency, step_time, kernel_time.
+    """
+
+    type: Literal["performance"] = "performance"
+    metric: str
+    unit_of_measure: str  #: "tokens/s", "s", ...
+    value: float
+    per: Literal["aggregate", "user", "request", "step", "launch"]
+    tokens: int  #: tokens counted in the numerator (0 where none)
+    prefill_included: bool
+    step_kinds: dict[str, int]  #: how many steps of each kind lie in the window
+    acceptance: str  #: "none", "measured", "synthetic(AL)"
+    clock: str
+    samples: int = 1
+    request: str | None = None
+    details: dict[str, Any] = {}
+
+
+class OffStateRecord(_Base):
+    """Off means off: outputs of a fresh process, with the optimised packages present or physically absent."""
+
+    type: Literal["off_state"] = "off_state"
+    checkout: Literal["complete", "optimised-packages-deleted"]
+    outputs_sha256: str
+    outputs: int  #: tokens and log-probabilities hashed
+    modules_loaded: list[str]
+    environment_added: list[str] = []
+
+
+class RefusalRecord(_Base):
+    """The engine refused a deployment at start, with every reason at once."""
+
+    type: Literal["refusal"] = "refusal"
+    deployment: dict[str, Any]
+    refused: bool
+    reasons: list[str]
+
+
+class PublishedRecord(_Base):
+    """A figure from a publication. Never a measurement; shown beside ours, used by no gate."""
+
+    type: Literal["published"] = "published"
+    name: str
+    metric: str
+    value: float
+    unit_of_measure: str
+    setup: str
+
+
+class FeatureRecord(_Base):
+    """One feature that may not be optimised away: what was asked, what both witnesses say, whether it held."""
+
+    type: Literal["feature"] = "feature"
+    feature: str
+    variant: str  #: "plain" or "dspark(DL)"
+    held: bool
+    specialized_steps: int
+    stock_steps: int
+    witnessed_steps: int  #: specialised steps the profiler also saw
+    numbers: dict[str, float] = {}
+    explanation: str = ""
+
+
+RECORD_TYPES: tuple[type[_Base], ...] = (
+    EngineRecord,
+    StepRecord,
+    TraceRecord,
+    GenerationRecord,
+    NumericsRecord,
+    FidelityRecord,
+    EvalItemRecord,
+    PerformanceRecord,
+    OffStateRecord,
+    RefusalRecord,
+    PublishedRecord,
+    FeatureRecord,
+)
+
+Record = Union[RECORD_TYPES]  # type: ignore[valid-type]  # noqa: UP007  (built from the tuple above)
+
+_ADAPTER: TypeAdapter[Any] = TypeAdapter(Annotated[Record, Field(discriminator="type")])
+
+
+def parse_record(line: str, *, where: str) -> Any:
+    """Parse one JSONL line. ``where`` (file:line) goes into the error."""
+    try:
+        return _ADAPTER.validate_json(line)
+    except ValidationError as error:
+        first = error.errors()[0]
+        field = ".".join(str(part) for part in first["loc"]) or "record"
+        raise UsageError(f"{field}: {first['msg']}", where=where, expected="a record of schema_version 1") from None

@@ -1,0 +1,257 @@
+"""The target protocol: everything the harness may ask of an optimisation under test.
+
+A target is a package that registers an object under the entry-point group ``fasttrack.targets``.
+Describing it must not import torch: ``plan`` and ``schema`` work on a machine that has none. The
+harness never imports a target by name; it speaks only through the classes below.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from importlib.metadata import entry_points
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+
+from fasttrack.errors import UsageError
+from fasttrack.records import CellKey, StepRecord
+
+if TYPE_CHECKING:
+    import torch
+
+ENTRY_POINT_GROUP = "fasttrack.targets"
+
+#: Name of the profiler range an engine opens around each of its steps: ``fasttrack.step/<run>/<index>``.
+#: The harness attributes profiler events to steps by this range.
+STEP_RANGE = "fasttrack.step"
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What the optimised path claims to cover. A manifest scope outside these limits is refused."""
+
+    tensor_parallel: tuple[int, ...]
+    max_rows: int  #: rows of one step: requests x (1 + draft length)
+    draft_lengths: tuple[int, ...]  #: speculative draft lengths; 0 = plain decode
+    context_parallel: tuple[str, ...] = ("1",)  #: "1" and/or "tp"
+    max_context: int | None = None
+
+
+@dataclass(frozen=True)
+class TargetDescription:
+    name: str
+    version: str
+    model: str
+    switch: str  #: option that selects the path, e.g. "decode_backend"
+    on: str  #: value that selects the optimised path
+    off: str  #: default value: stock
+    source_paths: tuple[str, ...]  #: files and folders a change may touch, relative to the repository root
+    optimized_modules: tuple[str, ...]  #: import names that must not be loaded while the switch is off
+    ops: tuple[str, ...]  #: op names as the profiler shows them, e.g. "kimi_k3::in_proj"
+    kernels: tuple[str, ...]  #: GPU kernel names or prefixes
+    fallback_reasons: tuple[str, ...]  #: every name a step's ``reason`` can have
+    limits: Limits
+    engines: tuple[str, ...] = ("embedded",)
+    faults: tuple[str, ...] = ()  #: named faults of the optimised path, for sabotaged arms
+    features: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """Sampling parameters with the meaning the OpenAI and vLLM interfaces give them."""
+
+    temperature: float = 0.0
+    top_k: int = 0  #: 0 = off
+    top_p: float = 1.0
+    seed: int = 0
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    logprobs: int | None = None  #: how many alternatives per token; None = none
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    ignore_eos: bool = False
+    structured: Mapping[str, Any] | None = None  #: {"json_schema": ...} or {"regex": ...}
+
+
+@dataclass(frozen=True)
+class Request:
+    """One request. ``arrival_step`` makes schedules reproducible: the engine admits it at that step."""
+
+    id: str
+    prompt: tuple[int, ...]
+    max_tokens: int
+    sampling: Sampling = field(default_factory=Sampling)
+    arrival_step: int = 0
+    forced: tuple[int, ...] = ()  #: teacher forcing: emit these tokens instead of sampled ones
+
+
+@dataclass
+class Completion:
+    """What came back. Times are seconds on the engine's clock, one per emitted token."""
+
+    id: str
+    token_ids: list[int]
+    finish_reason: str  #: "stop", "length", "abort"
+    text: str = ""
+    logprobs: list[float] | None = None  #: chosen tokens, natural log
+    top_logprobs: list[dict[int, float]] | None = None
+    arrival_time: float = 0.0
+    token_times: list[float] = field(default_factory=list)
+    full_logprobs: torch.Tensor | None = None  #: [emitted, vocab] when ``keep_logits`` was asked
+
+
+@dataclass(frozen=True)
+class EngineSpec:
+    """How to build the engine of one arm. ``options`` come from the manifest's ``engine.options``."""
+
+    kind: str  #: "embedded", "vllm", "server"
+    arm: str  #: "stock", "stock-repeat", "optimized", "oracle" (highest precision), "sabotaged:<fault>"
+    switch_value: str
+    tp: int = 1
+    dcp: int = 1
+    draft_length: int = 0
+    max_requests: int = 64
+    acceptance: str = "none"  #: "none", "measured", "synthetic(AL)"
+    options: Mapping[str, Any] = field(default_factory=dict)
+    workdir: Path = Path(".")
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class EngineInfo:
+    """The resolved engine. ``config`` holds every option that could change speed or answers."""
+
+    kind: str
+    devices: tuple[str, ...]
+    checkpoint: str
+    vocab_size: int
+    max_context: int
+    eos_token_ids: tuple[int, ...]
+    config: Mapping[str, Any]
+    evidence: str  #: "measured", "shard" or "emulated"
+
+
+@runtime_checkable
+class Engine(Protocol):
+    """Executes one arm. Steps open a :data:`STEP_RANGE` profiler range around themselves."""
+
+    def info(self) -> EngineInfo: ...
+
+    def encode(self, text: str) -> list[int]: ...
+
+    def decode(self, token_ids: Sequence[int]) -> str: ...
+
+    def generate(
+        self,
+        requests: Sequence[Request],
+        *,
+        run: str,
+        keep_logits: bool = False,
+        on_step: Callable[[int], None] | None = None,
+    ) -> list[Completion]:
+        """Run the requests to completion, in the order of ``requests``. ``on_step`` is called after each step."""
+        ...
+
+    def drain_ledger(self) -> list[LedgerStep]:
+        """The steps executed since the last call, oldest first; empties the ledger."""
+        ...
+
+    def reset(self) -> None:
+        """Forget every request, cache and prefix."""
+        ...
+
+    def close(self) -> None: ...
+
+
+@dataclass
+class LedgerStep:
+    """One step as the engine's ledger tells it; becomes a :class:`StepRecord`. ``wall`` is in seconds."""
+
+    run: str
+    index: int
+    kind: str
+    requests: int
+    rows: int
+    padded_rows: int
+    draft_length: int
+    tp: int
+    dcp: int
+    context_max: int
+    path: str
+    reason: str | None
+    ops: dict[str, int]
+    providers: dict[str, str]
+    slots: list[int]
+    rank_hashes: list[str]
+    wall: float = 0.0
+    emitted: int = 0  #: tokens emitted by the step, all requests
+
+
+@dataclass(frozen=True)
+class NumericsCase:
+    """One op, one shape, to be run by the harness on each input family.
+
+    ``inputs(family, seed)`` returns a fresh dict of tensors. ``run(inputs, poison)`` runs the provider
+    with every output, scratch buffer, unused slot and padded row pre-filled with ``poison`` (NaN or its
+    bit pattern) and returns outputs and mutated tensors by name. ``oracle(inputs)`` gives FP64 outputs
+    of the same names. ``bound(inputs, oracle)`` gives an elementwise error bound per output, derived
+    from the rounding points. ``untouched(inputs, outputs)`` counts elements that should not have changed.
+    """
+
+    op: str
+    name: str
+    provider: str
+    families: tuple[str, ...]
+    inputs: Callable[[str, int], dict[str, Any]]
+    run: Callable[[dict[str, Any], float], dict[str, Any]]
+    oracle: Callable[[dict[str, Any]], dict[str, Any]]
+    bound: Callable[[dict[str, Any], dict[str, Any]], dict[str, Any]]
+    bound_text: str
+    untouched: Callable[[dict[str, Any], dict[str, Any]], int]
+
+
+@runtime_checkable
+class Target(Protocol):
+    """What a target package registers."""
+
+    def describe(self) -> TargetDescription: ...
+
+    def engine(self, spec: EngineSpec) -> Engine:
+        """Build the engine of one arm. Raises :class:`DeploymentRefused` with every reason at once."""
+        ...
+
+    def numerics_cases(self, tier: str, options: Mapping[str, Any]) -> Iterable[NumericsCase]: ...
+
+    def profile(self, engine: Engine) -> AbstractContextManager[None]:
+        """A target may need to prepare an engine for profiling; most return ``contextlib.nullcontext()``."""
+        ...
+
+
+class DeploymentRefused(Exception):
+    """The optimised path cannot serve this deployment; ``reasons`` lists every reason, not the first."""
+
+    def __init__(self, reasons: Sequence[str]) -> None:
+        self.reasons = list(reasons)
+        super().__init__("; ".join(self.reasons))
+
+
+def find_target(name: str) -> Target:
+    """The registered target called ``name``; :class:`UsageError` names the registered ones otherwise."""
+    found = {entry.name: entry for entry in entry_points(group=ENTRY_POINT_GROUP)}
+    if name not in found:
+        known = ", ".join(sorted(found)) or "none"
+        raise UsageError(f"unknown target {name!r}", expected=f"a registered target ({known})")
+    target = found[name].load()
+    if not isinstance(target, Target):
+        raise UsageError(f"target {name!r} does not implement the target protocol", where=found[name].value)
+    return target
+
+
+def step_record(
+    step: LedgerStep, *, unit: str, attempt: int, arm: str, cell: CellKey | None, evidence: Any
+) -> StepRecord:
+    """The ledger's step as a record; wall time is a performance matter and stays out of it."""
+    values = {k: v for k, v in vars(step).items() if k not in ("wall", "emitted")}
+    return StepRecord(unit=unit, attempt=attempt, arm=arm, cell=cell, evidence=evidence, **values)
