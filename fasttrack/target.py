@@ -229,6 +229,61 @@ class Target(Protocol):
         ...
 
 
+@dataclass(frozen=True)
+class KernelParameter:
+    """One kernel parameter in launch-argument order. ``role``: weight, activation, state, table, mailbox,
+    output, scratch or scalar. ``early``: may be read before the dependency wait, for ``reason``."""
+
+    name: str
+    role: str
+    early: bool = False
+    reason: str = ""
+
+
+@dataclass(frozen=True)
+class KernelException:
+    """An accepted finding: audit ``rule`` on ``parameter``, for ``reason``. An exception nothing matches is a finding."""
+
+    rule: str
+    parameter: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class KernelContract:
+    kernel: str  #: prefix of the symbol name
+    parameters: tuple[KernelParameter, ...]
+    pdl: bool = True
+    wait: str = "first"  #: first, late, none
+    trigger: str = "after_wait"  #: entry, after_wait, end, none
+    exceptions: tuple[KernelException, ...] = ()
+
+
+@dataclass(frozen=True)
+class CompiledKernel:
+    """One kernel variant compiled for one architecture, without a GPU."""
+
+    name: str  #: file stem and variant, e.g. "stream_projection/in_proj-tp8-m8"
+    arch: str  #: "sm_90a", "sm_100a", "sm_103a"
+    ptx: str
+    cubin: bytes
+    source: str  #: path of the kernel file
+    contract: KernelContract | None
+
+
+@runtime_checkable
+class KernelTarget(Protocol):
+    """What a target with GPU kernels offers to the synchronisation audit besides :class:`Target`."""
+
+    def compile_kernels(self, arch: str) -> Iterable[CompiledKernel]:
+        """Every prepared variant of every kernel, compiled for ``arch`` on a machine that may have no GPU."""
+        ...
+
+    def schedules(self) -> Mapping[str, Sequence[str]]:
+        """Launch order of one layer per schedule name: contract kernel prefixes on the main stream."""
+        ...
+
+
 class DeploymentRefused(Exception):
     """The optimised path cannot serve this deployment; ``reasons`` lists every reason, not the first."""
 
