@@ -242,7 +242,7 @@ class KernelParameter:
 
 @dataclass(frozen=True)
 class KernelException:
-    """An accepted finding: audit ``rule`` on ``parameter``, for ``reason``. An exception nothing matches is a finding."""
+    """An accepted finding: audit ``rule`` on ``parameter``, for ``reason``. Unused ones are findings."""
 
     rule: str
     parameter: str
