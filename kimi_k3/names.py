@@ -1,0 +1,56 @@
+"""Names that the reference, the executor and the target share. No torch, nothing of ``kimi_k3.decode``.
+
+The off arm must not load the optimised packages, yet has to describe them; so their names live here.
+"""
+
+from __future__ import annotations
+
+SWITCH = "decode_backend"
+SWITCH_ON = "latency_specialized"
+SWITCH_OFF = "auto"
+
+#: Import names that stay unloaded while the switch is off.
+OPTIMIZED_MODULES = ("kimi_k3.decode", "kimi_k3.kernels", "cutlass")
+
+#: Op names of the specialised schedule, as the profiler shows them (``torch.library`` namespace ``kimi_k3``).
+OPS = (
+    "kimi_k3::embedding",
+    "kimi_k3::in_proj",
+    "kimi_k3::kda",
+    "kimi_k3::mla_query",
+    "kimi_k3::mla_core",
+    "kimi_k3::mla_value",
+    "kimi_k3::oproj_publish",
+    "kimi_k3::oproj_reduce_attnres",
+    "kimi_k3::dense_gate_up",
+    "kimi_k3::dense_down_publish",
+    "kimi_k3::moe_front",
+    "kimi_k3::route",
+    "kimi_k3::shared_gate_up",
+    "kimi_k3::shared_down_push",
+    "kimi_k3::fc1",
+    "kimi_k3::fc2_publish",
+    "kimi_k3::moe_tail",
+    "kimi_k3::attn_res",
+    "kimi_k3::prefetch",
+)
+
+#: Reason of every step while the switch is off: there is no executor to ask.
+REASON_SWITCH_OFF = "switch_off"
+
+#: Every name the ``reason`` of a stock step can have.
+FALLBACK_REASONS = (
+    REASON_SWITCH_OFF,
+    "prefill",  #: a request's rows are prompt tokens
+    "mixed",  #: prompt rows and decode rows in one step
+    "too_many_rows",  #: requests x (1 + draft length) above the largest prepared size
+    "draft_length",  #: more draft rows than the executor was prepared for, or a length it never serves
+    "non_uniform_drafts",  #: requests of one step verify different numbers of drafts
+    "not_prepared",  #: no provider prepared for this number of rows
+    "context_too_long",  #: a request's context is beyond the executor's limit
+)
+
+MAX_ROWS = 64
+TENSOR_PARALLEL = (1, 2, 8, 16)
+DRAFT_LENGTHS = (0, 3, 4, 5, 6, 7)
+CONTEXT_PARALLEL = ("1", "tp")
