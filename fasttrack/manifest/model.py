@@ -1,0 +1,297 @@
+"""The manifest's data model. Unknown keys are refused everywhere; every field says what it claims."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from fasttrack.records import CellKey
+
+TierName = Literal["smoke", "standard", "full"]
+Slug = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9._-]*$", max_length=80)]
+PositiveInts = Annotated[list[Annotated[int, Field(ge=1)]], Field(min_length=1)]
+Counts = Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)]
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class EngineConfig(_Strict):
+    """What executes the arms. ``options`` go to the target's engine unchanged."""
+
+    kind: Literal["embedded", "vllm", "server"]
+    options: dict[str, Any] = {}
+
+
+class Hardware(_Strict):
+    """The hardware the claim is about. ``accelerator: none`` is a CPU: its evidence is emulated."""
+
+    accelerator: str = "none"  #: name or prefix as the driver reports it, e.g. "NVIDIA GB300"
+    count: int = Field(default=0, ge=0)
+    interconnect: str = ""
+    ranks_played: int | None = Field(default=None, ge=1)  #: one GPU plays one rank of a group this large
+
+    @model_validator(mode="after")
+    def _count_fits(self) -> Hardware:
+        if (self.accelerator == "none") != (self.count == 0):
+            raise ValueError("count must be 0 for accelerator none, and at least 1 otherwise")
+        return self
+
+
+class Switch(_Strict):
+    name: str
+    on: str
+    off: str
+
+
+class Context(_Strict):
+    """A context bucket in tokens, both ends included."""
+
+    min: int = Field(ge=0)
+    max: int = Field(ge=1)
+
+    @model_validator(mode="after")
+    def _ordered(self) -> Context:
+        if self.max < self.min:
+            raise ValueError(f"max {self.max} is below min {self.min}")
+        return self
+
+
+class ScopeRow(_Strict):
+    """A product of claimed values: every combination is a cell of the scope."""
+
+    name: Slug
+    step: Literal["decode", "verify"] = "decode"
+    tp: PositiveInts
+    requests: PositiveInts
+    draft_length: Counts = [0]
+    dcp: list[Annotated[int, Field(ge=1)] | Literal["tp"]] = Field(default=[1], min_length=1)
+    context: list[str] = Field(default=["short"], min_length=1)
+
+    @model_validator(mode="after")
+    def _kind_fits_drafts(self) -> ScopeRow:
+        if (self.step == "verify") != all(d > 0 for d in self.draft_length):
+            raise ValueError("step verify needs draft_length >= 1 everywhere, step decode needs draft_length 0")
+        return self
+
+    def keys(self) -> Iterator[CellKey]:
+        for tp in self.tp:
+            for dcp in dict.fromkeys(tp if d == "tp" else d for d in self.dcp):
+                for draft in self.draft_length:
+                    for context in self.context:
+                        for requests in self.requests:
+                            yield CellKey(
+                                step=self.step, tp=tp, requests=requests, draft_length=draft, dcp=dcp, context=context
+                            )
+
+
+class Published(_Strict):
+    """A figure from a publication: quoted, never measured, used by no gate."""
+
+    metric: str
+    unit: str
+    value: float
+    baseline: float | None = None  #: the stock value of the same publication, where it gives one
+    source: str
+
+
+class NamedCell(_Strict):
+    """One published row of the scope, as an experiment that can be repeated."""
+
+    name: Slug
+    tp: int = Field(ge=1)
+    requests: int = Field(ge=1)
+    draft_length: int = Field(default=0, ge=0)
+    dcp: int = Field(default=1, ge=1)
+    context: str = "short"
+    acceptance: str = Field(default="none", pattern=r"^(none|measured|synthetic\([0-9.]+\))$")
+    input_tokens: int = Field(ge=1)
+    output_tokens: int = Field(ge=1)
+    prefill: Literal["excluded", "included"] = "excluded"
+    published: list[Published] = []
+
+    @property
+    def key(self) -> CellKey:
+        return CellKey(
+            step="verify" if self.draft_length else "decode",
+            tp=self.tp,
+            requests=self.requests,
+            draft_length=self.draft_length,
+            dcp=self.dcp,
+            context=self.context,
+        )
+
+
+class Probe(_Strict):
+    """A point outside the scope: its steps must run stock, or its deployment must be refused at start."""
+
+    name: Slug
+    step: Literal["decode", "verify", "prefill", "mixed"]
+    tp: int = Field(ge=1)
+    requests: int = Field(ge=1)
+    draft_length: int = Field(default=0, ge=0)
+    dcp: int = Field(default=1, ge=1)
+    context: str = "short"
+    drafts: Literal["uniform", "non-uniform"] = "uniform"
+    expect: Literal["stock", "refused"] = "stock"
+    reason: str = ""  #: the fallback reason that must be named; empty = any
+
+    @property
+    def key(self) -> CellKey:
+        return CellKey(
+            step=self.step,
+            tp=self.tp,
+            requests=self.requests,
+            draft_length=self.draft_length,
+            dcp=self.dcp,
+            context=self.context,
+        )
+
+
+class GateSelection(_Strict):
+    """Every required gate must pass; optional ones are reported."""
+
+    required: list[str] = Field(min_length=1)
+    optional: list[str] = []
+
+    @model_validator(mode="after")
+    def _disjoint(self) -> GateSelection:
+        both = set(self.required) & set(self.optional)
+        if both:
+            raise ValueError(f"{sorted(both)[0]} is both required and optional")
+        return self
+
+
+class Margins(_Strict):
+    """How much worse the optimised arm may be before a gate fails."""
+
+    fidelity: float = Field(default=0.1, ge=0)  #: err(optimized) <= (1 + m) err(stock), relative
+    task_points: dict[str, float] = {}  #: task -> largest acceptable drop in points of 100
+    speedup: float = Field(default=1.0, ge=0)  #: smallest acceptable ratio of decode throughput
+
+
+class TaskConfig(_Strict):
+    """One evaluation task. ``data`` is a local file; ``generated`` makes a twin of the format at any size."""
+
+    name: Slug
+    task: Literal["aime25", "gpqa_diamond", "mrcr"]
+    data: str | None = None
+    generated: bool = False
+    needles: list[int] = []
+
+    @model_validator(mode="after")
+    def _one_source(self) -> TaskConfig:
+        if self.generated and self.data:
+            raise ValueError("data and generated exclude each other")
+        return self
+
+
+class Selection(_Strict):
+    """Which cells of the scope a tier runs; empty lists select everything."""
+
+    rows: list[str] = []
+    tp: list[int] = []
+    requests: list[int] = []
+    draft_length: list[int] = []
+    dcp: list[int] = []
+    context: list[str] = []
+    named: bool = True  #: also the named cells
+    probes: bool = True
+
+    def admits(self, row: str, key: CellKey) -> bool:
+        wanted = (
+            (self.rows, row),
+            (self.tp, key.tp),
+            (self.requests, key.requests),
+            (self.draft_length, key.draft_length),
+            (self.dcp, key.dcp),
+            (self.context, key.context),
+        )
+        return all(not allowed or value in allowed for allowed, value in wanted)
+
+
+class Tier(_Strict):
+    """How much of the experiment runs. Counts are per cell, arm or task as named."""
+
+    minutes: float = Field(gt=0)  #: the budget on the machine the manifest is written for
+    cells: Selection = Selection()
+    decode_steps: int = Field(default=4, ge=1)  #: pure decode steps generated per cell
+    profiled_steps: int = Field(default=1, ge=1)  #: of these, under the harness's profiler
+    fidelity_sequences: int = Field(default=16, ge=1)
+    fidelity_tokens: int = Field(default=32, ge=1)
+    task_items: int = Field(default=4, ge=1)
+    task_repeats: int = Field(default=1, ge=1)
+    task_tokens: int = Field(default=16, ge=1)  #: cap on generated tokens per item
+    numerics_seeds: int = Field(default=1, ge=1)
+    performance_tokens: int = Field(default=8, ge=1)  #: tokens generated per request and cell
+
+
+class ScopeCell(_Strict):
+    """A cell with the row that claims it."""
+
+    name: str
+    key: CellKey
+    named: NamedCell | None = None
+
+
+class Manifest(_Strict):
+    schema_version: Literal[1]
+    name: Slug
+    title: str = ""
+    target: str
+    engine: EngineConfig
+    hardware: Hardware = Hardware()
+    switch: Switch | None = None
+    contexts: dict[str, Context] = {"short": Context(min=1, max=256)}
+    scope: list[ScopeRow] = Field(min_length=1)
+    named_cells: list[NamedCell] = []
+    probes: list[Probe] = []
+    features: list[str] = []
+    tasks: list[TaskConfig] = []
+    gates: GateSelection
+    margins: Margins = Margins()
+    trained_checkpoint: bool = True  #: false: task scores say nothing, and the report's first line says so
+    tiers: dict[TierName, Tier] = Field(min_length=1)
+    default_tier: TierName = "smoke"
+    cannot_show: list[str] = []  #: what this manifest's hardware cannot show, in plain sentences
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Manifest:
+        if self.default_tier not in self.tiers:
+            raise ValueError(f"default_tier {self.default_tier} is not among the tiers")
+        for names, what in (
+            ([row.name for row in self.scope] + [c.name for c in self.named_cells], "scope row or named cell"),
+            ([p.name for p in self.probes], "probe"),
+            ([t.name for t in self.tasks], "task"),
+        ):
+            doubled = [n for n in dict.fromkeys(names) if names.count(n) > 1]
+            if doubled:
+                raise ValueError(f"{what} {doubled[0]} is defined twice")
+        return self
+
+    def tier(self, name: str) -> Tier:
+        return self.tiers[name]  # type: ignore[index]
+
+    def cells(self, tier: str) -> list[ScopeCell]:
+        """The cells of the scope that ``tier`` runs, each once, in manifest order; named cells last."""
+        selection = self.tier(tier).cells
+        found: dict[str, ScopeCell] = {}
+        for row in self.scope:
+            for key in row.keys():
+                if selection.admits(row.name, key):
+                    found.setdefault(str(key), ScopeCell(name=row.name, key=key))
+        cells = list(found.values())
+        if selection.named:
+            cells += [ScopeCell(name=c.name, key=c.key, named=c) for c in self.named_cells]
+        return cells
+
+    def all_cells(self) -> list[CellKey]:
+        """Every claimed cell, whatever the tier."""
+        keys = [key for row in self.scope for key in row.keys()] + [c.key for c in self.named_cells]
+        return list(dict.fromkeys(keys))
+
+    def probes_for(self, tier: str) -> list[Probe]:
+        return list(self.probes) if self.tier(tier).cells.probes else []
