@@ -86,11 +86,12 @@ def _check_contexts(manifest: Manifest, path: Path, lines: LineMap) -> None:
             if name not in manifest.contexts:
                 where = _at(path, lines, ("scope", index, "context"))
                 raise ManifestError(f"unknown context {name!r}", where=where, expected=f"one of: {known}")
-    for group, items in (("named_cells", manifest.named_cells), ("probes", manifest.probes)):
-        for index, item in enumerate(items):
-            if item.context not in manifest.contexts:
+    named = {"named_cells": [c.context for c in manifest.named_cells], "probes": [p.context for p in manifest.probes]}
+    for group, contexts in named.items():
+        for index, name in enumerate(contexts):
+            if name not in manifest.contexts:
                 where = _at(path, lines, (group, index, "context"))
-                raise ManifestError(f"unknown context {item.context!r}", where=where, expected=f"one of: {known}")
+                raise ManifestError(f"unknown context {name!r}", where=where, expected=f"one of: {known}")
 
 
 def _check_limits(manifest: Manifest, description: TargetDescription, path: Path, lines: LineMap) -> None:
@@ -102,7 +103,7 @@ def _check_limits(manifest: Manifest, description: TargetDescription, path: Path
             expected=f"one of: {', '.join(description.engines)}",
         )
     for index, row in enumerate(manifest.scope):
-        for key in row.keys():
+        for key in row.expand():
             problem = _outside(limits, key.tp, key.requests, key.draft_length, key.dcp)
             if problem:
                 field, what, expected = problem

@@ -77,7 +77,7 @@ class ScopeRow(_Strict):
             raise ValueError("step verify needs draft_length >= 1 everywhere, step decode needs draft_length 0")
         return self
 
-    def keys(self) -> Iterator[CellKey]:
+    def expand(self) -> Iterator[CellKey]:
         for tp in self.tp:
             for dcp in dict.fromkeys(tp if d == "tp" else d for d in self.dcp):
                 for draft in self.draft_length:
@@ -280,7 +280,7 @@ class Manifest(_Strict):
         selection = self.tier(tier).cells
         found: dict[str, ScopeCell] = {}
         for row in self.scope:
-            for key in row.keys():
+            for key in row.expand():
                 if selection.admits(row.name, key):
                     found.setdefault(str(key), ScopeCell(name=row.name, key=key))
         cells = list(found.values())
@@ -290,7 +290,7 @@ class Manifest(_Strict):
 
     def all_cells(self) -> list[CellKey]:
         """Every claimed cell, whatever the tier."""
-        keys = [key for row in self.scope for key in row.keys()] + [c.key for c in self.named_cells]
+        keys = [key for row in self.scope for key in row.expand()] + [c.key for c in self.named_cells]
         return list(dict.fromkeys(keys))
 
     def probes_for(self, tier: str) -> list[Probe]:
