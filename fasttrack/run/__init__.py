@@ -1,1 +1,1 @@
-
+"""Running an experiment: seeds, environment, journal, runner."""
