@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from fasttrack.manifest.model import Manifest
-from fasttrack.run.environment import Accelerator, accelerators
+from fasttrack.environment import Accelerator, accelerators
 
 
 def hardware_gap(manifest: Manifest, found: Sequence[Accelerator] | None = None) -> str:

@@ -88,7 +88,7 @@ def source_state(root: Path) -> SourceState:
 
 def checkout_root() -> Path:
     """The folder that holds the ``fasttrack`` package in use."""
-    return Path(__file__).resolve().parents[2]
+    return Path(__file__).resolve().parents[1]
 
 
 def _cpu_model() -> str:
