@@ -25,6 +25,10 @@ class Precision:
         """Round to the activation dtype. Idempotent; the identity when activations are the compute dtype."""
         return x.to(self.activations)
 
+    def rounded(self, x: torch.Tensor) -> torch.Tensor:
+        """:meth:`rounding`, handed back in the compute dtype: the form in which activations travel."""
+        return x.to(self.activations).to(self.compute)
+
     @property
     def name(self) -> str:
         for name, value in PRECISIONS.items():

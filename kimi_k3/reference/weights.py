@@ -1,12 +1,13 @@
 """The model's parameters as plain dataclasses of tensors, in checkpoint orientation ([out, in]).
 
 These hold checkpoint values: BF16 weights, FP32 where released so, MXFP4 experts packed. A compute-dtype
-copy is made by :meth:`ModelWeights.to` once, at start.
+copy is made by :func:`convert` (or :meth:`ModelWeights.to`) once, at start.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass
+from typing import TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -99,3 +100,23 @@ class ModelWeights:
     @property
     def device(self) -> torch.device:
         return self.embed_tokens.device
+
+    def to(self, dtype: torch.dtype | None = None, device: torch.device | str | None = None) -> ModelWeights:
+        """A copy with every floating-point tensor in ``dtype`` on ``device``; MXFP4 experts stay packed."""
+        return convert(self, dtype, device)
+
+
+W = TypeVar("W")
+
+
+def convert(weights: W, dtype: torch.dtype | None = None, device: torch.device | str | None = None) -> W:
+    """Any of the dataclasses above, floating-point tensors cast to ``dtype``, everything moved to ``device``."""
+    if isinstance(weights, Tensor):
+        moved = weights.to(device=device, dtype=dtype if weights.is_floating_point() else None)
+        return cast(W, moved)
+    if isinstance(weights, list):
+        return cast(W, [convert(item, dtype, device) for item in weights])
+    if is_dataclass(weights):
+        values = {f.name: convert(getattr(weights, f.name), dtype, device) for f in fields(weights)}
+        return cast(W, type(weights)(**values))
+    raise TypeError(f"not a weight container: {type(weights).__name__}")
