@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from fasttrack.manifest.model import Manifest
 from fasttrack.environment import Accelerator, accelerators
+from fasttrack.manifest.model import Manifest
 
 
 def hardware_gap(manifest: Manifest, found: Sequence[Accelerator] | None = None) -> str:
