@@ -1,0 +1,201 @@
+"""Cross-compilation of the CuTe kernels on a CPU-only machine, cached on disk, with a table of resources.
+
+A kernel module takes part by defining ``compile_cases() -> dict[str, CompileCase]``. Run as a program::
+
+    python -m kimi_k3.kernels.compile [--arch sm_90a ...] [--jobs 2] [--cache DIR] [--only PREFIX] [--json FILE]
+
+prints kernel, architecture, registers, threads, shared memory, local frame and spill instructions, and exits with 1 when
+a kernel spills or does not compile.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import importlib
+import importlib.metadata
+import json
+import os
+import sys
+import tempfile
+from collections.abc import Iterable
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict, dataclass
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+from kimi_k3.kernels import cubin as cubins
+
+ARCHES = ("sm_90a", "sm_100a", "sm_103a")
+MODULES = ("stream_projection", "stream_tiles", "embed", "prefetch", "stream_read", "kda_core", "attn_res")
+_SHARED = ("cute_util.py", "arch.py", "shapes.py", "contract.py", "compile.py", "cubin.py")
+
+
+@dataclass(frozen=True)
+class CompileCase:
+    """One compilation: ``fn(*args)`` as given to ``cute.compile``; ``smem``: dynamic bytes per block."""
+
+    fn: Any
+    args: tuple[Any, ...]
+    threads: int
+    smem: int
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """What one (case, architecture) gave. ``error`` set: nothing else is."""
+
+    module: str
+    case: str
+    arch: str
+    registers: int = 0
+    threads: int = 0
+    smem: int = 0
+    frame: int = 0
+    spill_loads: int | None = None
+    spill_stores: int | None = None
+    ptx: str = ""  #: path
+    cubin: str = ""  #: path
+    error: str = ""
+
+    @property
+    def clean(self) -> bool:
+        return not (self.error or self.frame or self.spill_loads or self.spill_stores)
+
+
+def default_cache() -> Path:
+    return Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "kimi_k3" / "cute"
+
+
+def cache_key(module: str, case: str, arch: str) -> str:
+    """Changes with the kernel's source, the shared helpers, the case, the architecture and the compiler."""
+    here = Path(__file__).parent
+    h = hashlib.sha256()
+    for name in (f"{module}.py", *_SHARED):
+        path = here / name
+        if path.exists():
+            h.update(name.encode() + b"\0" + path.read_bytes())
+    helpers = sorted(here.glob(f"{module}_*.py"))
+    for path in helpers:
+        h.update(path.name.encode() + b"\0" + path.read_bytes())
+    h.update("|".join((case, arch, importlib.metadata.version("nvidia-cutlass-dsl"))).encode())
+    return h.hexdigest()[:24]
+
+
+def load_cases(module: str) -> dict[str, CompileCase]:
+    loaded = importlib.import_module(f"kimi_k3.kernels.{module}")
+    return loaded.compile_cases()  # type: ignore[no-any-return]
+
+
+def cross_compile(module: str, case: str, arch: str, cache: Path, item: CompileCase | None = None) -> Compiled:
+    """Compile one case for ``arch`` without a GPU; a failed compilation is a result with ``error``, not an exception."""
+    folder = cache / cache_key(module, case, arch)
+    meta = folder / "result.json"
+    if meta.exists():
+        return Compiled(**json.loads(meta.read_text(encoding="utf-8")))
+    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        if item is None:
+            item = load_cases(module)[case]
+        ptx, binary = _compile(item, arch)
+        (folder / "kernel.ptx").write_text(ptx, encoding="utf-8")
+        (folder / "kernel.cubin").write_bytes(binary)
+        found = cubins.resources(binary)
+        if len(found) != 1:
+            raise ValueError(f"expected one kernel in the cubin, found {[r.kernel for r in found]}")
+        r = found[0]
+        result = Compiled(
+            module,
+            case,
+            arch,
+            registers=r.registers,
+            threads=item.threads,
+            smem=item.smem + r.static_smem,
+            frame=r.frame,
+            spill_loads=r.spill_loads,
+            spill_stores=r.spill_stores,
+            ptx=str(folder / "kernel.ptx"),
+            cubin=str(folder / "kernel.cubin"),
+        )
+    except Exception as e:  # the toolchain raises many types; the table names what failed
+        lines = [line for line in str(e).splitlines() if "error" in line.lower()] or str(e).splitlines() or [repr(e)]
+        return Compiled(module, case, arch, error=f"{type(e).__name__}: {lines[0][:300]}")
+    meta.write_text(json.dumps(asdict(result)), encoding="utf-8")
+    return result
+
+
+def _compile(item: CompileCase, arch: str) -> tuple[str, bytes]:
+    import cutlass.cute as cute
+
+    before = os.getcwd()
+    with tempfile.TemporaryDirectory() as work:
+        os.chdir(work)  # --keep-ptx also dumps into the working directory
+        try:
+            options = f"--gpu-arch {arch} --keep-ptx --keep-cubin"
+            code = cute.compile(item.fn, *item.args, options=options)
+            ptx, binary = code.__ptx__, code.__cubin__
+        finally:
+            os.chdir(before)
+    return (ptx if isinstance(ptx, str) else ptx.decode()), bytes(binary)
+
+
+def _work(job: tuple[str, str, str, str]) -> Compiled:
+    module, case, arch, cache = job
+    return cross_compile(module, case, arch, Path(cache))
+
+
+def compile_all(
+    modules: Iterable[str] = MODULES,
+    arches: Iterable[str] = ARCHES,
+    cache: Path | None = None,
+    jobs: int = 2,
+    only: str = "",
+) -> list[Compiled]:
+    """Every case of every module for every architecture, in parallel processes; order is deterministic."""
+    cache = cache or default_cache()
+    work = [
+        (m, c, a, str(cache)) for m in modules for c in sorted(load_cases(m)) if f"{m}/{c}".startswith(only) for a in arches
+    ]
+    if jobs <= 1:
+        return [_work(j) for j in work]
+    with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:
+        return list(pool.map(_work, work, chunksize=4))
+
+
+def table(results: Iterable[Compiled]) -> str:
+    lines = [f"{'kernel':58s} {'arch':8s} {'regs':>4s} {'threads':>7s} {'smem':>7s} {'frame':>5s} {'LDL':>4s} {'STL':>4s}"]
+    for r in results:
+        name = f"{r.module}/{r.case}"
+        if r.error:
+            lines.append(f"{name:58s} {r.arch:8s} {r.error}")
+            continue
+        spills = ["-" if s is None else str(s) for s in (r.spill_loads, r.spill_stores)]
+        lines.append(
+            f"{name:58s} {r.arch:8s} {r.registers:4d} {r.threads:7d} {r.smem:7d} {r.frame:5d} {spills[0]:>4s} {spills[1]:>4s}"
+        )
+    return "\n".join(lines)
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m kimi_k3.kernels.compile", description=__doc__.splitlines()[0])
+    parser.add_argument("--arch", action="append", choices=ARCHES, help="default: all three")
+    parser.add_argument("--module", action="append", choices=MODULES, help="default: every kernel file")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
+    parser.add_argument("--cache", type=Path, default=None)
+    parser.add_argument("--only", default="", help="prefix of module/case")
+    parser.add_argument("--json", type=Path, default=None, help="also write the table as JSON")
+    args = parser.parse_args(argv)
+    present = [m for m in MODULES if (Path(__file__).parent / f"{m}.py").exists()]
+    modules = args.module or present
+    results = compile_all(modules, args.arch or ARCHES, args.cache, args.jobs, args.only)
+    print(table(results))
+    if args.json:
+        args.json.write_text(json.dumps([asdict(r) for r in results], indent=1) + "\n", encoding="utf-8")
+    bad = [r for r in results if not r.clean]
+    print(f"{len(results)} compilations, {len(bad)} with errors or spills")
+    return 1 if bad else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,314 @@
+"""Device-side helpers shared by the CuTe kernels: memory accesses, MMA, barriers and rounding as inline PTX.
+
+Rules that every helper follows, and that kernels must follow too:
+
+- An instruction that touches memory is volatile and clobbers memory. A "pure" asm load may be merged with another one or
+  moved across ``griddepcontrol.wait``; only ALU and MMA instructions are pure here.
+- There is no ``ld.global.nc``: ptxas moves it across the dependency wait in both directions.
+- A shared-memory region that a bulk copy (async proxy) refills after ordinary loads read it needs
+  :func:`fence_async_shared` in every reading lane before the release: otherwise the next box can overwrite unread bytes.
+
+All spellings assemble for sm_90a, sm_100a and sm_103a.
+"""
+
+# mypy: disable-error-code="no-untyped-def,no-untyped-call,misc"
+from __future__ import annotations
+
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64, Uint32
+from cutlass._mlir.dialects import llvm
+from cutlass.cutlass_dsl import T, dsl_user_op
+
+#: cache hint of weight boxes: read once, do not displace anything
+EVICT_FIRST = 0x12F0000000000000
+#: cache hint of data that every block reads
+EVICT_LAST = 0x14F0000000000000
+#: idle word of a mailbox: the bf16 pair (low +0, high -0); a sanitised word never equals it
+SENTINEL = 0x80000000
+
+_ATT = llvm.AsmDialect.AD_ATT
+
+
+def asm(result: Any, operands: list[Any], code: str, constraints: str, effects: bool, loc: Any, ip: Any) -> Any:
+    """One inline-PTX statement; ``effects`` adds a memory clobber and pins its order."""
+    if effects:
+        constraints += ",~{memory}" if constraints else "~{memory}"
+    return llvm.inline_asm(
+        result,
+        operands,
+        code,
+        constraints,
+        has_side_effects=effects,
+        is_align_stack=False,
+        asm_dialect=_ATT,
+        loc=loc,
+        ip=ip,
+    )
+
+
+def _words(value: Any, n: int, loc: Any, ip: Any) -> list[Uint32]:
+    return [Uint32(llvm.extractvalue(T.i32(), value, [i], loc=loc, ip=ip)) for i in range(n)]
+
+
+def _struct(element: Any, n: int) -> Any:
+    return llvm.StructType.get_literal([element] * n)
+
+
+# ---------------------------------------------------------------------------------------------- loads and stores
+
+
+@dsl_user_op
+def lds4(addr, *, loc=None, ip=None):
+    """Four words at the 32-bit shared address ``addr`` (16-byte aligned)."""
+    ops = [Int32(addr).ir_value(loc=loc, ip=ip)]
+    v = asm(_struct(T.i32(), 4), ops, "ld.shared.v4.b32 {$0,$1,$2,$3},[$4];", "=r,=r,=r,=r,r", True, loc, ip)
+    return _words(v, 4, loc, ip)
+
+
+@dsl_user_op
+def lds2(addr, *, loc=None, ip=None):
+    """Two words at the 32-bit shared address ``addr`` (8-byte aligned)."""
+    ops = [Int32(addr).ir_value(loc=loc, ip=ip)]
+    v = asm(_struct(T.i32(), 2), ops, "ld.shared.v2.b32 {$0,$1},[$2];", "=r,=r,r", True, loc, ip)
+    return _words(v, 2, loc, ip)
+
+
+@dsl_user_op
+def sts4(addr, words, *, loc=None, ip=None):
+    """Store four words at the 32-bit shared address ``addr`` (16-byte aligned)."""
+    ops = [Int32(addr).ir_value(loc=loc, ip=ip)] + [Uint32(w).ir_value(loc=loc, ip=ip) for w in words]
+    asm(None, ops, "st.shared.v4.b32 [$0],{$1,$2,$3,$4};", "r,r,r,r,r", True, loc, ip)
+
+
+@dsl_user_op
+def ldmatrix4(addr, *, loc=None, ip=None):
+    """Four 8x8 b16 matrices; every lane gives the address of one 16-byte row."""
+    ops = [Int32(addr).ir_value(loc=loc, ip=ip)]
+    code = "ldmatrix.sync.aligned.m8n8.x4.shared.b16 {$0,$1,$2,$3},[$4];"
+    return _words(asm(_struct(T.i32(), 4), ops, code, "=r,=r,=r,=r,r", True, loc, ip), 4, loc, ip)
+
+
+@dsl_user_op
+def ldg4(addr, *, loc=None, ip=None):
+    """Four words at the global address ``addr`` (16-byte aligned); ordered with the dependency wait."""
+    ops = [Int64(addr).ir_value(loc=loc, ip=ip)]
+    v = asm(_struct(T.i32(), 4), ops, "ld.global.v4.b32 {$0,$1,$2,$3},[$4];", "=r,=r,=r,=r,l", True, loc, ip)
+    return _words(v, 4, loc, ip)
+
+
+@dsl_user_op
+def ldg1(addr, *, loc=None, ip=None):
+    """One word at the global address ``addr``; ordered with the dependency wait."""
+    ops = [Int64(addr).ir_value(loc=loc, ip=ip)]
+    return Uint32(asm(T.i32(), ops, "ld.global.b32 $0,[$1];", "=r,l", True, loc, ip))
+
+
+@dsl_user_op
+def ldg1_64(addr, *, loc=None, ip=None):
+    """One 64-bit value at the global address ``addr``; ordered with the dependency wait."""
+    ops = [Int64(addr).ir_value(loc=loc, ip=ip)]
+    return Int64(asm(T.i64(), ops, "ld.global.b64 $0,[$1];", "=l,l", True, loc, ip))
+
+
+@dsl_user_op
+def stg4(addr, words, *, loc=None, ip=None):
+    """Store four words at the global address ``addr`` (16-byte aligned)."""
+    ops = [Int64(addr).ir_value(loc=loc, ip=ip)] + [Uint32(w).ir_value(loc=loc, ip=ip) for w in words]
+    asm(None, ops, "st.global.v4.b32 [$0],{$1,$2,$3,$4};", "l,r,r,r,r", True, loc, ip)
+
+
+@dsl_user_op
+def ld_volatile4(addr, *, loc=None, ip=None):
+    """Poll four mailbox words. Each 32-bit word is atomic, the four together are not: check every word."""
+    ops = [Int64(addr).ir_value(loc=loc, ip=ip)]
+    code = "ld.volatile.global.v4.b32 {$0,$1,$2,$3},[$4];"
+    return _words(asm(_struct(T.i32(), 4), ops, code, "=r,=r,=r,=r,l", True, loc, ip), 4, loc, ip)
+
+
+@dsl_user_op
+def st_relaxed_sys4(addr, words, *, loc=None, ip=None):
+    """Publish four words to a (possibly remote) global address, 16-byte aligned."""
+    ops = [Int64(addr).ir_value(loc=loc, ip=ip)] + [Uint32(w).ir_value(loc=loc, ip=ip) for w in words]
+    asm(None, ops, "st.relaxed.sys.global.v4.b32 [$0],{$1,$2,$3,$4};", "l,r,r,r,r", True, loc, ip)
+
+
+@dsl_user_op
+def st_relaxed_sys1(addr, word, *, loc=None, ip=None):
+    """Publish one word to a (possibly remote) global address."""
+    ops = [Int64(addr).ir_value(loc=loc, ip=ip), Uint32(word).ir_value(loc=loc, ip=ip)]
+    asm(None, ops, "st.relaxed.sys.global.b32 [$0],$1;", "l,r", True, loc, ip)
+
+
+@dsl_user_op
+def cp_async16(smem_addr, addr, *, loc=None, ip=None):
+    """Asynchronous 16-byte copy global -> shared, bypassing L1; completes with cp.async groups."""
+    ops = [Int32(smem_addr).ir_value(loc=loc, ip=ip), Int64(addr).ir_value(loc=loc, ip=ip)]
+    asm(None, ops, "cp.async.cg.shared.global [$0],[$1],16;", "r,l", True, loc, ip)
+
+
+# ------------------------------------------------------------------------------------------------- tensor cores
+
+
+@dsl_user_op
+def mma_bf16(a, b, c, *, loc=None, ip=None):
+    """D[16x8] = A[16x16] B[16x8] + C in BF16 with FP32 accumulation; ``a`` 4 words, ``b`` 2 words, ``c`` 4 floats.
+
+    Lane ``4 g + q`` holds rows g, g+8 of A and column g of B; of D it holds rows g (c[0:2]) and g+8 (c[2:4]),
+    columns 2q and 2q+1.
+    """
+    ops = [Uint32(v).ir_value(loc=loc, ip=ip) for v in (*a, *b)]
+    ops += [Float32(v).ir_value(loc=loc, ip=ip) for v in c]
+    code = (
+        "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 "
+        "{$0,$1,$2,$3},{$4,$5,$6,$7},{$8,$9},{$10,$11,$12,$13};"
+    )
+    v = asm(_struct(T.f32(), 4), ops, code, "=f,=f,=f,=f,r,r,r,r,r,r,f,f,f,f", False, loc, ip)
+    return [Float32(llvm.extractvalue(T.f32(), v, [i], loc=loc, ip=ip)) for i in range(4)]
+
+
+# ------------------------------------------------------------------------------------------------ bits and maths
+
+
+@dsl_user_op
+def f2i(v, *, loc=None, ip=None):
+    """The bits of a float as an Int32."""
+    return Int32(llvm.bitcast(T.i32(), Float32(v).ir_value(loc=loc, ip=ip), loc=loc, ip=ip))
+
+
+@dsl_user_op
+def i2f(v, *, loc=None, ip=None):
+    """The float with the given 32 bits."""
+    return Float32(llvm.bitcast(T.f32(), Uint32(v).ir_value(loc=loc, ip=ip), loc=loc, ip=ip))
+
+
+@dsl_user_op
+def pack_bf16(lo, hi, *, loc=None, ip=None):
+    """BF16 pair (``lo`` in the low half) of two floats, round to nearest even."""
+    ops = [Float32(hi).ir_value(loc=loc, ip=ip), Float32(lo).ir_value(loc=loc, ip=ip)]
+    return Uint32(asm(T.i32(), ops, "cvt.rn.bf16x2.f32 $0,$1,$2;", "=r,f,f", False, loc, ip))
+
+
+@cute.jit
+def unpack_bf16(word):
+    """(low, high) halves of a BF16 pair as floats."""
+    w = Uint32(word)
+    return i2f(w << 16), i2f(w & 0xFFFF0000)
+
+
+@dsl_user_op
+def clean_pair(lo, hi, *, loc=None, ip=None):
+    """As :func:`pack_bf16`, with -0 rewritten to +0, so that the mailbox sentinel can never be sent.
+
+    (-0) + (+0) rounds to +0; every other finite value is unchanged and NaNs become canonical.
+    """
+    ops = [Float32(hi).ir_value(loc=loc, ip=ip), Float32(lo).ir_value(loc=loc, ip=ip)]
+    code = "{ .reg .b32 w,z; cvt.rn.bf16x2.f32 w,$1,$2; mov.b32 z,0; add.rn.bf16x2 $0,w,z; }"
+    return Uint32(asm(T.i32(), ops, code, "=r,f,f", False, loc, ip))
+
+
+@dsl_user_op
+def tanh_approx(v, *, loc=None, ip=None):
+    """Hardware tanh, absolute error about 2^-11."""
+    return Float32(asm(T.f32(), [Float32(v).ir_value(loc=loc, ip=ip)], "tanh.approx.f32 $0,$1;", "=f,f", False, loc, ip))
+
+
+@dsl_user_op
+def ex2_approx(v, *, loc=None, ip=None):
+    """2**v, relative error about 2^-22."""
+    return Float32(
+        asm(T.f32(), [Float32(v).ir_value(loc=loc, ip=ip)], "ex2.approx.ftz.f32 $0,$1;", "=f,f", False, loc, ip)
+    )
+
+
+@dsl_user_op
+def rcp_approx(v, *, loc=None, ip=None):
+    """1/v, within 1 ulp."""
+    return Float32(
+        asm(T.f32(), [Float32(v).ir_value(loc=loc, ip=ip)], "rcp.approx.ftz.f32 $0,$1;", "=f,f", False, loc, ip)
+    )
+
+
+@dsl_user_op
+def rsqrt_approx(v, *, loc=None, ip=None):
+    """v**-0.5, relative error about 2^-22."""
+    return Float32(
+        asm(T.f32(), [Float32(v).ir_value(loc=loc, ip=ip)], "rsqrt.approx.ftz.f32 $0,$1;", "=f,f", False, loc, ip)
+    )
+
+
+LOG2E = 1.4426950408889634
+
+
+@cute.jit
+def sigmoid(v):
+    """1 / (1 + e^-v); saturates to 0 and 1 without NaN (e^-v = inf gives 0)."""
+    return rcp_approx(Float32(1.0) + ex2_approx(Float32(v) * Float32(-LOG2E)))
+
+
+@cute.jit
+def tanh_exp(v):
+    """tanh through ex2 and rcp: 1 - 2 / (e^2v + 1); absolute error about 2^-22, unlike :func:`tanh_approx`."""
+    return Float32(1.0) - Float32(2.0) * rcp_approx(Float32(1.0) + ex2_approx(Float32(v) * Float32(2.0 * LOG2E)))
+
+
+# ----------------------------------------------------------------------------------------- barriers and ordering
+
+
+@dsl_user_op
+def fence_async_shared(*, loc=None, ip=None):
+    """Orders this thread's accesses to shared memory before later async-proxy (bulk, TMA) accesses to it."""
+    asm(None, [], "fence.proxy.async.shared::cta;", "", True, loc, ip)
+
+
+@dsl_user_op
+def wait_uniform(bar, phase, *, loc=None, ip=None):
+    """Wait on an mbarrier; all 32 lanes leave together, so warp-wide MMAs may follow at once.
+
+    CTA-scope acquire: good for bulk copies and local arrivals, not for data that other CTAs stored.
+    """
+    code = (
+        "{ .reg .pred p,q; AGAIN: mbarrier.try_wait.parity.shared::cta.b64 p,[$0],$1,10000000; "
+        "vote.sync.all.pred q,p,0xffffffff; @!q bra.uni AGAIN; }"
+    )
+    ops = [Int32(bar.toint(loc=loc, ip=ip)).ir_value(loc=loc, ip=ip), Int32(phase).ir_value(loc=loc, ip=ip)]
+    asm(None, ops, code, "r,r", True, loc, ip)
+
+
+@dsl_user_op
+def try_wait_cluster(bar, phase, *, loc=None, ip=None):
+    """One bounded wait with cluster-scope acquire; 1 once the phase completed. For data of st.async."""
+    code = (
+        "{ .reg .pred p; mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 p,[$1],$2; selp.u32 $0,1,0,p; }"
+    )
+    ops = [Int32(bar.toint(loc=loc, ip=ip)).ir_value(loc=loc, ip=ip), Int32(phase).ir_value(loc=loc, ip=ip)]
+    return Int32(asm(T.i32(), ops, code, "=r,r,r", True, loc, ip))
+
+
+@cute.jit
+def wait_cluster(bar, phase):
+    """Wait on an mbarrier that other CTAs of the cluster complete with st.async; any lane, no reconvergence promise."""
+    done = try_wait_cluster(bar, phase)
+    while done == 0:
+        done = try_wait_cluster(bar, phase)
+
+
+@dsl_user_op
+def named_barrier(index, threads, *, loc=None, ip=None):
+    """bar.sync of ``threads`` threads on barrier ``index`` (0 is sync_threads' own)."""
+    ops = [Int32(index).ir_value(loc=loc, ip=ip), Int32(threads).ir_value(loc=loc, ip=ip)]
+    asm(None, ops, "bar.sync $0,$1;", "r,r", True, loc, ip)
+
+
+@cute.jit
+def pdl_wait():
+    """Everything that earlier kernels of the stream wrote is visible after this."""
+    cute.arch.griddepcontrol_wait()
+
+
+@cute.jit
+def pdl_trigger():
+    """The next kernel of the stream may start once every block has called this (or exited)."""
+    cute.arch.griddepcontrol_launch_dependents()
