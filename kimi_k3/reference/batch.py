@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -34,3 +35,45 @@ class StepBatch:
     @property
     def num_requests(self) -> int:
         return len(self.query_lens)
+
+
+@dataclass(frozen=True)
+class RequestRows:
+    """One request's share of a step: ``token_ids`` at positions ``context_len``, ``context_len + 1``, ..."""
+
+    token_ids: Sequence[int]
+    context_len: int
+    prefill: bool
+    pages: Sequence[int]  #: must cover ``context_len + len(token_ids)`` tokens
+    slots: Sequence[int]  #: 1 + draft_length state slots
+    accepted: int = 1
+    drafts: int = 0  #: how many of the rows are draft tokens
+
+
+def build_batch(requests: Sequence[RequestRows], page_size: int, device: torch.device | str = "cpu") -> StepBatch:
+    """The tensors of one step. Row order is the order of ``requests``; no padding rows are added."""
+    width = max(len(r.pages) for r in requests)
+    tokens: list[int] = []
+    positions: list[int] = []
+    mapping: list[int] = []
+    for r in requests:
+        tokens.extend(r.token_ids)
+        for position in range(r.context_len, r.context_len + len(r.token_ids)):
+            positions.append(position)
+            mapping.append(r.pages[position // page_size] * page_size + position % page_size)
+
+    def tensor(values: Sequence[int] | list[list[int]]) -> torch.Tensor:
+        return torch.tensor(values, dtype=torch.int64, device=device)
+
+    return StepBatch(
+        token_ids=tensor(tokens),
+        positions=tensor(positions),
+        query_lens=[len(r.token_ids) for r in requests],
+        context_lens=[r.context_len for r in requests],
+        is_prefill=[r.prefill for r in requests],
+        slot_mapping=tensor(mapping),
+        block_tables=tensor([[*r.pages, *[-1] * (width - len(r.pages))] for r in requests]),
+        state_slots=tensor([list(r.slots) for r in requests]),
+        accepted=tensor([r.accepted for r in requests]),
+        draft_lens=[r.drafts for r in requests],
+    )
