@@ -1,1 +1,54 @@
+"""Verdicts from records. A leaf: no torch, no measurement, the same answer from the same records anywhere."""
 
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal
+
+from fasttrack.errors import UsageError
+from fasttrack.gates import evals, isolation, numerics, performance, witnesses
+from fasttrack.gates.base import Gate, GateResult, Number, Scope, Verdict
+
+GATES: dict[str, Gate] = {
+    "numerics.error": numerics.error,
+    "numerics.poison": numerics.poison,
+    "isolation.scope_coverage": isolation.scope_coverage,
+    "isolation.probes": isolation.probes,
+    "isolation.witnesses": witnesses.agreement,
+    "isolation.rank_agreement": witnesses.rank_agreement,
+    "isolation.off_is_off": isolation.off_is_off,
+    "isolation.a_a": isolation.a_a,
+    "isolation.refusals": isolation.refusals,
+    "evals.fidelity": evals.fidelity,
+    "evals.task_scores": evals.task_scores,
+    "performance.accounting": performance.accounting,
+    "performance.speedup": performance.speedup,
+}
+
+Overall = Literal["pass", "fail", "inconclusive"]
+
+
+def check_names(names: Sequence[str], *, where: str = "") -> None:
+    """:class:`UsageError` when a manifest selects a gate that does not exist."""
+    for name in names:
+        if name not in GATES:
+            raise UsageError(f"unknown gate {name!r}", where=where, expected=f"one of: {', '.join(GATES)}")
+
+
+def evaluate(scope: Scope, records: Sequence[Any]) -> list[GateResult]:
+    """The verdicts of the gates the manifest selects, required ones first, in manifest order."""
+    selected = [*scope.manifest.gates.required, *scope.manifest.gates.optional]
+    check_names(selected, where="gates")
+    return [GATES[name](scope, records) for name in selected]
+
+
+def overall(scope: Scope, results: Sequence[GateResult]) -> Overall:
+    """``pass`` iff every required gate passed; any required failure wins over missing evidence."""
+    verdicts = {result.gate: result.verdict for result in results}
+    required = [verdicts.get(name, "not_run") for name in scope.manifest.gates.required]
+    if "fail" in required:
+        return "fail"
+    return "pass" if required and all(v == "pass" for v in required) else "inconclusive"
+
+
+__all__ = ["GATES", "Gate", "GateResult", "Number", "Overall", "Scope", "Verdict", "check_names", "evaluate", "overall"]

@@ -24,7 +24,7 @@ def test_optimized_equals_oracle_and_stock_never_uses_the_fast_path():
     oracle, _ = generate("oracle", "auto")
     stock, stock_ledger = generate("stock", "auto")
     assert [c.token_ids for c in fast] == [c.token_ids for c in oracle] == [c.token_ids for c in stock]
-    assert len({token for c in fast for token in c.token_ids}) > 20
+    assert len({token for c in fast for token in c.token_ids}) > 15
     assert [s.path for s in ledger] == ["stock"] + ["specialized"] * 11
     assert {s.reason for s in stock_ledger} == {"switched_off"}
 
@@ -43,7 +43,8 @@ def test_refusal_lists_every_reason():
 
 def test_describing_loads_no_torch_and_the_entry_point_finds_it(tmp_path: Path):
     path = f"{write_entry_point(tmp_path)}:{Path(__file__).parent}"
-    code = "import sys; from fasttrack.target import find_target; find_target('toy').describe(); print('torch' in sys.modules)"
+    code = "import sys; from fasttrack.target import find_target as find; find('toy').describe(); "
+    code += "print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], env={"PYTHONPATH": path}, capture_output=True, text=True)
     assert done.stdout.strip() == "False", done.stderr
     assert not [e for e in entry_points(group="fasttrack.targets") if e.name == "toy"]
