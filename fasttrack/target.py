@@ -308,5 +308,5 @@ def step_record(
     step: LedgerStep, *, unit: str, attempt: int, arm: str, cell: CellKey | None, evidence: Any
 ) -> StepRecord:
     """The ledger's step as a record; wall time is a performance matter and stays out of it."""
-    values = {k: v for k, v in vars(step).items() if k not in ("wall", "emitted")}
+    values = {k: v for k, v in vars(step).items() if k != "wall"}
     return StepRecord(unit=unit, attempt=attempt, arm=arm, cell=cell, evidence=evidence, **values)

@@ -7,12 +7,15 @@ import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from fasttrack.engines.cache import EngineCache
 from fasttrack.gates.base import Scope
 from fasttrack.records import CellKey, EngineRecord, Evidence, GenerationRecord
 from fasttrack.target import Completion, Engine, EngineInfo, LedgerStep, Request, Target, TargetDescription, step_record
+
+if TYPE_CHECKING:
+    from fasttrack.manifest.model import Manifest
 
 
 @dataclass(frozen=True)
@@ -30,8 +33,8 @@ class Unit:
 class Check(Protocol):
     name: str
 
-    def units(self, scope: Scope) -> list[Unit]:
-        """What this check does for the scope's tier. Torch-free."""
+    def units(self, manifest: Manifest, tier: str) -> list[Unit]:
+        """What this check does in ``tier``. Torch-free, and known without the target."""
         ...
 
     def run(self, unit: Unit, ctx: Context) -> None:
@@ -118,6 +121,11 @@ class Context:
             finish_reason=done.finish_reason,
             logprobs=done.logprobs,
         )
+
+
+def cells_of(manifest: Manifest, tier: str) -> list[CellKey]:
+    """The tier's cells, each once: a named cell repeats a cell of the scope with other lengths."""
+    return list(dict.fromkeys(cell.key for cell in manifest.cells(tier)))
 
 
 def evidence(info: EngineInfo) -> Evidence:

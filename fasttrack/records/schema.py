@@ -95,6 +95,7 @@ class StepRecord(_Base):
     ops: dict[str, int]  #: op name -> calls
     providers: dict[str, str] = {}  #: op name -> provider ("torch", "cute", ...)
     slots: list[int] = []  #: state slots written
+    emitted: int = 0  #: tokens emitted by the step, all requests
     rank_hashes: list[str] = []  #: one digest per rank over plan and outputs; all equal or the ranks diverged
 
 
