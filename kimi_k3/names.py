@@ -14,16 +14,18 @@ OPTIMIZED_MODULES = ("kimi_k3.decode", "kimi_k3.kernels", "cutlass")
 
 #: Op names of the specialised schedule, as the profiler shows them (``torch.library`` namespace ``kimi_k3``).
 OPS = (
-    "kimi_k3::embedding",
+    "kimi_k3::embed",
+    "kimi_k3::attn_res",
     "kimi_k3::in_proj",
-    "kimi_k3::kda",
+    "kimi_k3::kda_core",
     "kimi_k3::mla_query",
     "kimi_k3::mla_core",
     "kimi_k3::mla_value",
     "kimi_k3::oproj_publish",
     "kimi_k3::oproj_reduce_attnres",
     "kimi_k3::dense_gate_up",
-    "kimi_k3::dense_down_publish",
+    "kimi_k3::dense_down_push",
+    "kimi_k3::dense_reduce",
     "kimi_k3::moe_front",
     "kimi_k3::route",
     "kimi_k3::shared_gate_up",
@@ -31,7 +33,6 @@ OPS = (
     "kimi_k3::fc1",
     "kimi_k3::fc2_publish",
     "kimi_k3::moe_tail",
-    "kimi_k3::attn_res",
     "kimi_k3::prefetch",
 )
 
@@ -41,13 +42,14 @@ REASON_SWITCH_OFF = "switch_off"
 #: Every name the ``reason`` of a stock step can have.
 FALLBACK_REASONS = (
     REASON_SWITCH_OFF,
-    "prefill",  #: a request's rows are prompt tokens
+    "empty",  #: a step without requests
+    "prefill",  #: every request's rows are prompt tokens
     "mixed",  #: prompt rows and decode rows in one step
-    "too_many_rows",  #: requests x (1 + draft length) above the largest prepared size
-    "draft_length",  #: more draft rows than the executor was prepared for, or a length it never serves
     "non_uniform_drafts",  #: requests of one step verify different numbers of drafts
-    "not_prepared",  #: no provider prepared for this number of rows
-    "context_too_long",  #: a request's context is beyond the executor's limit
+    "draft_length_unsupported",  #: more drafts than the state slots hold, or a length the path never serves
+    "too_many_rows",  #: requests x (1 + draft length) above the largest row count the path ever serves
+    "unprepared_rows",  #: within that limit, but this executor prepared no step that large
+    "context_too_long",  #: a request would grow beyond the executor's longest context
 )
 
 MAX_ROWS = 64
