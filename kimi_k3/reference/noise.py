@@ -33,14 +33,14 @@ def philox(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[Tensor, Te
 
 
 def uniform(seeds: Tensor, positions: Tensor, tokens: Tensor, stream: int = STREAM_SAMPLE) -> Tensor:
-    """FP64 numbers in the open interval (0, 1), multiples of 2^-53 plus half a step.
+    """FP64 numbers in the open interval (0, 1): odd multiples of 2^-53, so that neither end is reached.
 
     ``seeds`` (any int64), ``positions`` and ``tokens`` (non-negative, below 2^32) broadcast together.
     """
     stream_word = torch.full_like(positions, stream)
     key = (seeds & _MASK, (seeds >> 32) & _MASK)
     high, low, *_ = philox((tokens, positions, stream_word, torch.zeros_like(positions)), key)
-    return ((high << 21) | (low >> 11)).to(torch.float64).add_(0.5).mul_(2.0**-53)
+    return ((high << 20) | (low >> 12)).to(torch.float64).add_(0.5).mul_(2.0**-52)
 
 
 def gumbel(seeds: Tensor, positions: Tensor, vocab: int, stream: int = STREAM_SAMPLE) -> Tensor:
