@@ -56,6 +56,19 @@ class TargetDescription:
     faults: tuple[str, ...] = ()  #: named faults of the optimised path, for sabotaged arms
     features: tuple[str, ...] = ()
 
+    @staticmethod
+    def from_json(data: Mapping[str, Any]) -> TargetDescription:
+        """The inverse of ``dataclasses.asdict`` after a round trip through JSON.
+
+        Raises :class:`UsageError` when fields are missing or unknown.
+        """
+        try:
+            values = {k: tuple(v) if isinstance(v, list) else v for k, v in data.items()}
+            limits = {k: tuple(v) if isinstance(v, list) else v for k, v in values.pop("limits").items()}
+            return TargetDescription(limits=Limits(**limits), **values)
+        except (KeyError, TypeError, AttributeError) as error:
+            raise UsageError(f"malformed target description ({error})", where="run.json: target") from None
+
 
 @dataclass(frozen=True)
 class Sampling:

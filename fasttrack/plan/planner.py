@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from fasttrack.checks import CHECKS
 from fasttrack.checks.base import Unit
 from fasttrack.errors import UsageError
-from fasttrack.gates import GATES
+from fasttrack.gates import Scope, check_names
 from fasttrack.manifest.model import Manifest
 from fasttrack.plan.hardware import hardware_gap
 from fasttrack.target import TargetDescription
@@ -26,6 +26,10 @@ class Plan:
     gap: str  #: missing hardware, in a sentence; empty when this machine will do
     unused_gates: tuple[str, ...] = ()  #: declared gates whose check was not selected
     notes: list[str] = field(default_factory=list)
+
+    @property
+    def scope(self) -> Scope:
+        return Scope(self.manifest, self.tier, self.description)
 
     @property
     def cost_s(self) -> float:
@@ -48,16 +52,14 @@ def make_plan(
     if name not in manifest.tiers:
         raise UsageError(f"no tier {name!r}", where=where, expected=f"one of: {', '.join(manifest.tiers)}")
     gates = [*manifest.gates.required, *manifest.gates.optional]
-    for gate in gates:
-        if gate not in GATES:
-            raise UsageError(f"unknown gate {gate!r}", where=where, expected=f"one of: {', '.join(sorted(GATES))}")
+    check_names(gates, where=where)
     wanted = list(dict.fromkeys(check_of(gate) for gate in gates))
     for check in only:
         if check not in CHECKS:
             raise UsageError(f"unknown check {check!r}", where="--check", expected=f"of: {', '.join(CHECKS)}")
         if check not in wanted:
             raise UsageError(f"no gate of the manifest uses check {check!r}", where="--check")
-    selected = tuple(check for check in wanted if check in CHECKS and (not only or check in only))
+    selected = tuple(check for check in CHECKS if check in wanted and (not only or check in only))
     units = [unit for check in selected for unit in CHECKS[check].units(manifest, name)]
     doubled = {unit.name for unit in units if sum(u.name == unit.name for u in units) > 1}
     if doubled:

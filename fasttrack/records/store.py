@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -12,7 +12,7 @@ from fasttrack.records.schema import parse_record
 
 
 class RecordWriter:
-    """Appends records of one file; each record is flushed and synced before :meth:`write` returns."""
+    """Appends records of one file; each is flushed before :meth:`write` returns, so a killed process loses none."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -20,22 +20,16 @@ class RecordWriter:
         _end_torn_line(path)
         self._file: TextIO = path.open("a", encoding="utf-8")
 
-    def write(self, record: Any) -> None:
-        self._file.write(record.model_dump_json() + "\n")
+    def write(self, record: Any) -> str:
+        """Append one record and hand it to the operating system; returns its line, without the newline."""
+        line: str = record.model_dump_json()
+        self._file.write(line + "\n")
         self._file.flush()
-        os.fsync(self._file.fileno())
-
-    def write_all(self, records: Iterable[Any]) -> int:
-        """Append several records with one sync at the end; returns how many."""
-        count = 0
-        for record in records:
-            self._file.write(record.model_dump_json() + "\n")
-            count += 1
-        self._file.flush()
-        os.fsync(self._file.fileno())
-        return count
+        return line
 
     def close(self) -> None:
+        """Sync to disk and close: only then may a journal call the records' unit finished."""
+        os.fsync(self._file.fileno())
         self._file.close()
 
     def __enter__(self) -> RecordWriter:

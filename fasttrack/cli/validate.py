@@ -1,0 +1,82 @@
+"""``fasttrack validate``: plan, run, verdict."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from fasttrack.cli.output import plain, table
+from fasttrack.errors import UsageError
+
+
+def validate(
+    manifest: Annotated[Path, typer.Argument(help="The scope to validate, e.g. configs/kimi-k3-embedded.yaml.")],
+    tier: Annotated[str | None, typer.Option(help="smoke, standard or full; default: the manifest's.")] = None,
+    check: Annotated[str | None, typer.Option(help="Only these checks, comma-separated.")] = None,
+    runs: Annotated[Path, typer.Option(help="Folder that holds the runs.")] = Path("runs"),
+    run: Annotated[Path | None, typer.Option(help="Exactly this run folder: a new one, or one to continue.")] = None,
+    fresh: Annotated[bool, typer.Option("--fresh", help="Start anew even if an unfinished run could go on.")] = False,
+    head: Annotated[str | None, typer.Option(help="Commit the seeds derive from; default: the checkout's.")] = None,
+    nonce: Annotated[str | None, typer.Option(help="A reviewer's word that goes into the seeds.")] = None,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the verdict as JSON.")] = False,
+) -> int:
+    """Run the experiment a manifest declares, and judge it."""
+    from fasttrack.run.progress import reporter
+    from fasttrack.run.runner import Request, exit_code
+    from fasttrack.run.runner import validate as run_experiment
+
+    if head is not None and not _is_commit(head):
+        raise UsageError(f"{head!r} is no commit", where="--head", expected="40 hexadecimal digits")
+    request = Request(
+        manifest=manifest,
+        tier=tier,
+        checks=tuple(name.strip() for name in check.split(",") if name.strip()) if check else (),
+        runs=runs,
+        run_dir=run,
+        fresh=fresh,
+        head=head,
+        nonce=nonce,
+        argv=tuple(sys.argv[1:]),
+    )
+    outcome = run_experiment(request, reporter(quiet))
+    if as_json:
+        plain(
+            json.dumps(
+                {
+                    "verdict": outcome.verdict,
+                    "run": str(outcome.folder),
+                    "resumed": outcome.resumed,
+                    "gates": [result.model_dump(mode="json") for result in outcome.results],
+                },
+                indent=1,
+            )
+        )
+        return exit_code(outcome.verdict)
+    from fasttrack.manifest import load_manifest
+
+    declared, _ = load_manifest(outcome.folder / "manifest.yaml")
+    rows = [
+        [
+            result.gate,
+            "required" if result.gate in declared.gates.required else "optional",
+            result.verdict,
+            result.reason,
+        ]
+        for result in outcome.results
+    ]
+    table(["gate", "", "verdict", "the numbers that decided"], rows, colour_column=2)
+    if not declared.trained_checkpoint:
+        plain("Task scores are optional here: the checkpoint is untrained, so they say nothing about answers.")
+    for sentence in declared.cannot_show:
+        plain(f"Not shown: {sentence}")
+    plain(f"verdict: {outcome.verdict}    run: {outcome.folder}")
+    return exit_code(outcome.verdict)
+
+
+def _is_commit(text: str) -> bool:
+    return len(text) in (40, 64) and all(c in "0123456789abcdef" for c in text)
