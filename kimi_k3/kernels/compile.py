@@ -155,7 +155,11 @@ def compile_all(
     """Every case of every module for every architecture, in parallel processes; order is deterministic."""
     cache = cache or default_cache()
     work = [
-        (m, c, a, str(cache)) for m in modules for c in sorted(load_cases(m)) if f"{m}/{c}".startswith(only) for a in arches
+        (m, c, a, str(cache))
+        for m in modules
+        for c in sorted(load_cases(m))
+        if f"{m}/{c}".startswith(only)
+        for a in arches
     ]
     if jobs <= 1:
         return [_work(j) for j in work]
@@ -164,7 +168,9 @@ def compile_all(
 
 
 def table(results: Iterable[Compiled]) -> str:
-    lines = [f"{'kernel':58s} {'arch':8s} {'regs':>4s} {'threads':>7s} {'smem':>7s} {'frame':>5s} {'LDL':>4s} {'STL':>4s}"]
+    lines = [
+        f"{'kernel':58s} {'arch':8s} {'regs':>4s} {'threads':>7s} {'smem':>7s} {'frame':>5s} {'LDL':>4s} {'STL':>4s}"
+    ]
     for r in results:
         name = f"{r.module}/{r.case}"
         if r.error:

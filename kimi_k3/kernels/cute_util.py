@@ -161,10 +161,7 @@ def mma_bf16(a, b, c, *, loc=None, ip=None):
     """
     ops = [Uint32(v).ir_value(loc=loc, ip=ip) for v in (*a, *b)]
     ops += [Float32(v).ir_value(loc=loc, ip=ip) for v in c]
-    code = (
-        "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 "
-        "{$0,$1,$2,$3},{$4,$5,$6,$7},{$8,$9},{$10,$11,$12,$13};"
-    )
+    code = "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {$0,$1,$2,$3},{$4,$5,$6,$7},{$8,$9},{$10,$11,$12,$13};"
     v = asm(_struct(T.f32(), 4), ops, code, "=f,=f,=f,=f,r,r,r,r,r,r,f,f,f,f", False, loc, ip)
     return [Float32(llvm.extractvalue(T.f32(), v, [i], loc=loc, ip=ip)) for i in range(4)]
 
@@ -212,7 +209,9 @@ def clean_pair(lo, hi, *, loc=None, ip=None):
 @dsl_user_op
 def tanh_approx(v, *, loc=None, ip=None):
     """Hardware tanh, absolute error about 2^-11."""
-    return Float32(asm(T.f32(), [Float32(v).ir_value(loc=loc, ip=ip)], "tanh.approx.f32 $0,$1;", "=f,f", False, loc, ip))
+    return Float32(
+        asm(T.f32(), [Float32(v).ir_value(loc=loc, ip=ip)], "tanh.approx.f32 $0,$1;", "=f,f", False, loc, ip)
+    )
 
 
 @dsl_user_op
@@ -250,8 +249,16 @@ def sigmoid(v):
 
 @cute.jit
 def tanh_exp(v):
-    """tanh through ex2 and rcp: 1 - 2 / (e^2v + 1); absolute error about 2^-22, unlike :func:`tanh_approx`."""
-    return Float32(1.0) - Float32(2.0) * rcp_approx(Float32(1.0) + ex2_approx(Float32(v) * Float32(2.0 * LOG2E)))
+    """tanh within about 2e-6 of its value: an odd polynomial below 1/8, 1 - 2 / (e^2v + 1) above.
+
+    Unlike :func:`tanh_approx`, whose error is a few units of the BF16 result.
+    """
+    x = Float32(v)
+    y = x * x
+    out = x + x * y * (Float32(-1.0 / 3.0) + y * Float32(2.0 / 15.0))
+    if y > Float32(1.0 / 64.0):
+        out = Float32(1.0) - Float32(2.0) * rcp_approx(Float32(1.0) + ex2_approx(x * Float32(2.0 * LOG2E)))
+    return out
 
 
 # ----------------------------------------------------------------------------------------- barriers and ordering
@@ -280,9 +287,7 @@ def wait_uniform(bar, phase, *, loc=None, ip=None):
 @dsl_user_op
 def try_wait_cluster(bar, phase, *, loc=None, ip=None):
     """One bounded wait with cluster-scope acquire; 1 once the phase completed. For data of st.async."""
-    code = (
-        "{ .reg .pred p; mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 p,[$1],$2; selp.u32 $0,1,0,p; }"
-    )
+    code = "{ .reg .pred p; mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 p,[$1],$2; selp.u32 $0,1,0,p; }"
     ops = [Int32(bar.toint(loc=loc, ip=ip)).ir_value(loc=loc, ip=ip), Int32(phase).ir_value(loc=loc, ip=ip)]
     return Int32(asm(T.i32(), ops, code, "=r,r,r", True, loc, ip))
 
@@ -312,3 +317,62 @@ def pdl_wait():
 def pdl_trigger():
     """The next kernel of the stream may start once every block has called this (or exited)."""
     cute.arch.griddepcontrol_launch_dependents()
+
+
+# ------------------------------------------------------------------------------------------ cluster shared memory
+
+
+@dsl_user_op
+def mapa(addr, rank, *, loc=None, ip=None):
+    """The cluster-window address of the 32-bit shared address ``addr`` in block ``rank`` of the cluster."""
+    ops = [Int32(addr).ir_value(loc=loc, ip=ip), Int32(rank).ir_value(loc=loc, ip=ip)]
+    return Int32(asm(T.i32(), ops, "mapa.shared::cluster.u32 $0,$1,$2;", "=r,r,r", False, loc, ip))
+
+
+@dsl_user_op
+def st_async1(addr, word, bar, *, loc=None, ip=None):
+    """Asynchronous 4-byte store to a cluster-window address; completes 4 bytes on the mbarrier at ``bar`` (same block)."""
+    ops = [Int32(v).ir_value(loc=loc, ip=ip) for v in (addr, word, bar)]
+    code = "st.async.shared::cluster.mbarrier::complete_tx::bytes.b32 [$0],$1,[$2];"
+    asm(None, ops, code, "r,r,r", True, loc, ip)
+
+
+@dsl_user_op
+def st_async2(addr, words, bar, *, loc=None, ip=None):
+    """Asynchronous 8-byte store (8-byte aligned) to a cluster-window address; completes 8 bytes on ``bar``."""
+    ops = [Int32(v).ir_value(loc=loc, ip=ip) for v in (addr, *words, bar)]
+    code = "st.async.shared::cluster.mbarrier::complete_tx::bytes.v2.b32 [$0],{$1,$2},[$3];"
+    asm(None, ops, code, "r,r,r,r", True, loc, ip)
+
+
+# --------------------------------------------------------------------------------------------- more global stores
+
+
+@dsl_user_op
+def stg1(addr, word, *, loc=None, ip=None):
+    """Store one word at the global address ``addr``."""
+    ops = [Int64(addr).ir_value(loc=loc, ip=ip), Uint32(word).ir_value(loc=loc, ip=ip)]
+    asm(None, ops, "st.global.b32 [$0],$1;", "l,r", True, loc, ip)
+
+
+@dsl_user_op
+def stg2(addr, words, *, loc=None, ip=None):
+    """Store two words at the global address ``addr`` (8-byte aligned)."""
+    ops = [Int64(addr).ir_value(loc=loc, ip=ip)] + [Uint32(w).ir_value(loc=loc, ip=ip) for w in words]
+    asm(None, ops, "st.global.v2.b32 [$0],{$1,$2};", "l,r,r", True, loc, ip)
+
+
+@dsl_user_op
+def st_relaxed_sys2(addr, words, *, loc=None, ip=None):
+    """Publish two words to a (possibly remote) global address, 8-byte aligned."""
+    ops = [Int64(addr).ir_value(loc=loc, ip=ip)] + [Uint32(w).ir_value(loc=loc, ip=ip) for w in words]
+    asm(None, ops, "st.relaxed.sys.global.v2.b32 [$0],{$1,$2};", "l,r,r", True, loc, ip)
+
+
+@dsl_user_op
+def clean_f32(v, *, loc=None, ip=None):
+    """The word of a float with -0 rewritten to +0 (and NaN canonical): never the mailbox sentinel."""
+    ops = [Float32(v).ir_value(loc=loc, ip=ip)]
+    return Uint32(
+        asm(T.i32(), ops, "{ .reg .f32 t; add.rn.f32 t,$1,0f00000000; mov.b32 $0,t; }", "=r,f", False, loc, ip)
+    )
