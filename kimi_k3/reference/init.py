@@ -28,6 +28,9 @@ from kimi_k3.reference.weights import (
 )
 
 LOGIT_SPREAD = 3.0  #: standard deviation of the logits
+#: Correlation between the experts of a layer. Independent experts would make a random model chaotic in BF16: one
+#: routing tie decided otherwise would replace an eighth of a layer's output.
+EXPERT_SIMILARITY = 0.9
 _GATED_GAIN = 2.0  #: undoes the shrinkage of a sigmoid gate or a SiTU in front of an output projection
 _QUERY_GAIN = 1.5  #: softmax logits of the MLA: peaked enough that distant tokens matter
 
@@ -61,9 +64,11 @@ class _Draw:
     def experts(self, name: str, count: int, out: int, inputs: int, group: int, gain: float = 1.0) -> MXFP4Tensor:
         packed = torch.empty(count, out, inputs // 2, dtype=torch.uint8)
         scale = torch.empty(count, out, inputs // group, dtype=torch.uint8)
+        common = self.normal(f"{name}.common", out, inputs)
         for expert in range(count):  # one at a time: a released layer would not fit in FP32
-            values = self.normal(f"{name}.{expert}", out, inputs, std=gain / math.sqrt(inputs))
-            quantized = mxfp4.quantize(values, group)
+            own = self.normal(f"{name}.{expert}", out, inputs)
+            values = EXPERT_SIMILARITY * common + math.sqrt(1 - EXPERT_SIMILARITY**2) * own
+            quantized = mxfp4.quantize(values * (gain / math.sqrt(inputs)), group)
             packed[expert], scale[expert] = quantized.packed, quantized.scale
         return MXFP4Tensor(packed, scale)
 

@@ -116,7 +116,7 @@ def convert(weights: W, dtype: torch.dtype | None = None, device: torch.device |
         return cast(W, moved)
     if isinstance(weights, list):
         return cast(W, [convert(item, dtype, device) for item in weights])
-    if is_dataclass(weights):
+    if is_dataclass(weights) and not isinstance(weights, type):
         values = {f.name: convert(getattr(weights, f.name), dtype, device) for f in fields(weights)}
         return cast(W, type(weights)(**values))
     raise TypeError(f"not a weight container: {type(weights).__name__}")
