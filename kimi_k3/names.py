@@ -12,6 +12,9 @@ SWITCH_OFF = "auto"
 #: Import names that stay unloaded while the switch is off.
 OPTIMIZED_MODULES = ("kimi_k3.decode", "kimi_k3.kernels", "cutlass")
 
+#: Profiler range around the model part of each step: ``fasttrack.step/<run>/<index>``.
+STEP_RANGE = "fasttrack.step"
+
 #: Op names of the specialised schedule, as the profiler shows them (``torch.library`` namespace ``kimi_k3``).
 OPS = (
     "kimi_k3::embed",

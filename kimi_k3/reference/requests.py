@@ -93,7 +93,7 @@ class StepEntry:
     kind: str  #: decode, verify, prefill, mixed
     requests: int
     rows: int
-    padded_rows: int  #: rows executed, padding included
+    padded_rows: int  #: rows executed, padding included; equals ``rows`` on the stock path
     draft_length: int
     tp: int
     dcp: int

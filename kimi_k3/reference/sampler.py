@@ -95,9 +95,7 @@ def target_logits(logits: Tensor, rows: Sequence[SamplerRow]) -> Tensor:
     if heated:
         temperature = [rows[i].params.temperature for i in heated]
         logits[heated] /= torch.tensor(temperature, dtype=logits.dtype, device=logits.device)[:, None]
-    filtered = [
-        i for i, r in enumerate(rows) if not r.params.greedy and (0 < r.params.top_k or r.params.top_p < 1.0)
-    ]
+    filtered = [i for i, r in enumerate(rows) if not r.params.greedy and (r.params.top_k > 0 or r.params.top_p < 1.0)]
     if filtered:
         params = [rows[i].params for i in filtered]
         logits[filtered] = filter_top_k_top_p(logits[filtered], [p.top_k for p in params], [p.top_p for p in params])

@@ -21,14 +21,14 @@ SPECIAL_TOKENS = (OPEN, CLOSE, SEP, BOS, EOS, "<|media|>", "<|mask|>", "<|unused
 FIRST_SPECIAL = VOCAB_SIZE - len(SPECIAL_TOKENS)
 
 #: Merges in rank order, left+right, "_" for a space. No digits: a number has one spelling.
-MERGES = """
+_MERGE_TABLE = """
 _+t h+e _+a i+n r+e o+n e+r _t+he _+s a+t _+o n+d _+w o+r e+n e+s i+t i+s o+u _+c in+g _+f _+b _+p a+l a+r l+l
 _+h _o+f _+d t+o _t+o e+d _a+nd _+n _+l _+m _+g _+e _+i u+n i+c _w+h _i+n _i+s _+y _+r _r+e _+A _+Q _+T _+W _+I
 q+u t+i ti+on b+e l+e v+e c+h s+h i+l a+s m+e u+m u+s u+r c+t l+a a+n h+at _t+hat w+er w+it wit+h _+with _wh+at
 a+d e+e o+w g+e p+er s+t i+v iv+e i+d m+o r+o l+y o+l u+t e+t en+t a+ll f+or _f+or _b+e _h+e _s+he _y+ou a+y i+r
 _n+um _num+b _numb+er _+= _++ _+- _+( _+: .+_ an+s A+n An+s Ans+wer qu+es ques+tion _+question c+o co+m
 t+er m+ent e+l i+m p+l p+o s+e t+e a+b a+c a+g a+m a+p c+k e+m i+g ig+h igh+t k+e o+d o+p o+t
-""".split()
+"""
 
 
 @cache
@@ -43,10 +43,10 @@ def _alphabet() -> tuple[str, ...]:
 
 
 def merge_pairs() -> list[tuple[str, str]]:
-    """:data:`MERGES` over the byte alphabet; both halves of each exist before it, and no result twice."""
+    """The merge table over the byte alphabet; both halves of each exist before it, and no result twice."""
     space = _alphabet()[0x20]
     known, pairs = set(_alphabet()), []
-    for entry in MERGES:
+    for entry in _MERGE_TABLE.split():
         cut = entry.index("+", 1)  # a "+" in front is the plus sign itself
         left, right = (part.replace("_", space) for part in (entry[:cut], entry[cut + 1 :]))
         if left + right in known or left not in known or right not in known:
