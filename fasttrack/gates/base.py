@@ -98,8 +98,8 @@ def group_by(records: Iterable[R], key: Callable[[R], Any]) -> dict[Any, list[R]
 
 
 def some(names: Iterable[object], most: int = 3) -> str:
-    """``names`` for a sentence: the first few, and how many more."""
-    listed = [str(name) for name in names]
+    """``names`` for a sentence: the first few, and how many more. Sets are sorted: their order changes from run to run."""
+    listed = sorted(map(str, names)) if isinstance(names, (set, frozenset)) else [str(name) for name in names]
     more = f" and {len(listed) - most} more" if len(listed) > most else ""
     return ", ".join(listed[:most]) + more
 
