@@ -19,12 +19,8 @@ class ScheduledRequest:
     state: RequestState
     rows: int
     prefill: bool
+    samples: bool = True  #: the step ends with a token for this request; False in an unfinished prefill
     drafts: tuple[int, ...] = ()
-
-    @property
-    def samples(self) -> bool:
-        """Whether the step ends with a token for this request: every step but an unfinished prefill."""
-        return not self.prefill or self.state.computed + self.rows == len(self.state.tokens)
 
 
 @dataclass
@@ -150,7 +146,8 @@ class Scheduler:
             if not state.prefilling or budget == 0:
                 continue
             rows = min(budget, state.prefill_until - state.computed)
-            step.requests.append(ScheduledRequest(state, rows, prefill=True))
+            last = state.computed + rows == state.prefill_until
+            step.requests.append(ScheduledRequest(state, rows, prefill=True, samples=last))
             budget -= rows
 
     def _admit(self, budget: int) -> None:
