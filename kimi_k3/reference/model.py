@@ -76,6 +76,7 @@ class Model:
         if len(weights.layers) != config.num_hidden_layers:
             raise ValueError(f"weights of {len(weights.layers)} layers for a model of {config.num_hidden_layers}")
         self.config, self.precision, self.tp = config, precision, tp
+        self.weights = weights  #: as given, in checkpoint dtypes: what an executor shards
         self.device = torch.device(device)
         compute = precision.compute
         self.embed_tokens = convert(weights.embed_tokens, compute, device)
