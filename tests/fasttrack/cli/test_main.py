@@ -1,0 +1,89 @@
+"""The command line as a process: quick help, exit codes, one line per error."""
+
+import subprocess
+import sys
+import time
+
+import pytest
+
+from fasttrack.cli import main as cli
+from fasttrack.cli.main import VERBS
+
+
+def fasttrack(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", "from fasttrack.cli.main import main; main()", *arguments]
+    return subprocess.run(command, capture_output=True, text=True)
+
+
+def test_help_is_quick_and_lists_every_verb():
+    started = time.monotonic()
+    done = fasttrack("--help")
+    seconds = time.monotonic() - started
+    assert done.returncode == 0
+    assert all(f"  {verb} " in done.stdout for verb in VERBS)
+    assert seconds < 0.5 or min(_seconds() for _ in range(3)) < 0.5
+
+
+def _seconds() -> float:
+    started = time.monotonic()
+    fasttrack("--help")
+    return time.monotonic() - started
+
+
+def test_help_needs_no_torch_and_no_other_verb():
+    code = "import sys; from fasttrack.cli.main import run; run(['--help']); print(sorted(m for m in sys.modules))"
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout
+    for module in ("'torch'", "'pydantic'", "'scipy'", "'fasttrack.cli.validate'"):
+        assert module not in out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["nope"], "nope"),
+        (["validate"], "MANIFEST"),
+        (["validate", "none.yaml"], "none.yaml: no such file"),
+        (["validate", "none.yaml", "--head", "xyz"], "--head"),
+        (["plan", "configs"], "configs"),
+        (["schema", "nope"], "nope"),
+    ],
+)
+def test_bad_input_is_one_line_and_exit_2(arguments: list[str], words: str):
+    done = fasttrack(*arguments)
+    assert done.returncode == 2
+    assert words in done.stderr
+    assert len(done.stderr.strip().splitlines()) == 1
+
+
+def test_a_crash_is_exit_4_with_a_traceback_in_a_file(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture):
+    def crash() -> None:
+        raise ZeroDivisionError("planted")
+
+    module = sys.modules[__name__]
+    monkeypatch.setattr(module, "crash", crash, raising=False)
+    monkeypatch.setitem(cli.VERBS, "crash", (__name__, "crash", "Crash."))
+    assert cli.run(["crash"]) == 4
+    message = capsys.readouterr().err.strip()
+    assert len(message.splitlines()) == 1
+    assert "ZeroDivisionError: planted" in message
+    with open(message.rsplit(" ", 1)[1]) as log:
+        assert "planted" in log.read()
+
+
+def test_an_interrupt_is_exit_130(monkeypatch: pytest.MonkeyPatch):
+    def interrupt() -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(sys.modules[__name__], "interrupt", interrupt, raising=False)
+    monkeypatch.setitem(cli.VERBS, "interrupt", (__name__, "interrupt", "Interrupt."))
+    assert cli.run(["interrupt"]) == 130
+
+
+def test_every_schema_is_json():
+    import json
+
+    names = fasttrack("schema", "list").stdout.split()
+    assert "manifest" in names
+    assert "record.step" in names
+    for name in names:
+        assert json.loads(fasttrack("schema", name).stdout)["properties"]
