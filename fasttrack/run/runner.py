@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from fasttrack import SCHEMA_VERSION
+from fasttrack.bundle.verdicts import gates_document
 from fasttrack.checks import CHECKS
 from fasttrack.checks.base import Context, Unit
 from fasttrack.engines.cache import EngineCache
@@ -98,14 +99,7 @@ def validate(request: Request, reporter: Reporter | None = None) -> Outcome:
     verdict = overall(prepared.plan.scope, results)
     facts = folder.facts()
     write_json(folder.path / "run.json", {**facts, "finished": now()})
-    write_json(
-        folder.path / "gates.json",
-        {
-            "schema_version": SCHEMA_VERSION,
-            "verdict": verdict,
-            "gates": [result.model_dump(mode="json") for result in results],
-        },
-    )
+    write_atomic(folder.path / "gates.json", gates_document(results, verdict).decode("ascii"))
     return Outcome(folder.path, verdict, results, resumed)
 
 

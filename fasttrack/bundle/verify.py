@@ -1,0 +1,222 @@
+"""Verify a bundle: hashes, journal, seeds, and every verdict recomputed from raw records. Torch-free, offline.
+
+The bundle is untrusted: whatever it holds, the outcome is a list of problems, one line each.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from fasttrack.bundle.binding import BINDING, Binding, read_binding
+from fasttrack.bundle.content import (
+    ENVIRONMENT,
+    GATES,
+    JOURNAL,
+    MANIFEST,
+    REQUIRED_FILES,
+    RUN,
+    Records,
+    Run,
+    load_records,
+    parse_manifest,
+    parse_run_info,
+)
+from fasttrack.bundle.derived import DERIVED, derived_files
+from fasttrack.bundle.files import list_files, parse_json, printable, read_bytes
+from fasttrack.bundle.files import sha256 as digest_of
+from fasttrack.bundle.hashes import HASHES, HashList, parse_hashes
+from fasttrack.bundle.journal import parse_journal, plan_problems
+from fasttrack.bundle.verdicts import evaluate_all, parse_gates, scope_of, verdict_problems
+from fasttrack.errors import BundleError, UsageError
+from fasttrack.records.seeds import root_seed
+
+if TYPE_CHECKING:
+    from fasttrack.gates import GateResult, Scope
+
+T = TypeVar("T")
+NOT_PROVEN = "internally consistent, origin not proven"
+_NAMED_DIGEST = re.compile(r"-pr\d+-([0-9a-f]{12})")
+_HEX = re.compile(r"[0-9a-f]{64}")
+
+
+@dataclass
+class Verification:
+    """The outcome. ``results`` and ``verdict`` are recomputed from records, never read from the bundle."""
+
+    path: Path
+    root: str | None = None
+    problems: list[str] = field(default_factory=list)
+    digest: str | None = None  #: the digest that was asked for
+    verdict: str | None = None
+    results: list[GateResult] = field(default_factory=list)
+    binding: Binding | None = None
+    name: str = ""
+    tier: str = ""
+
+    @property
+    def intact(self) -> bool:
+        return not self.problems
+
+    @property
+    def origin(self) -> str:
+        """What is known about where the bundle comes from, in a few words."""
+        if not self.intact:
+            return "not intact"
+        return "matches the given digest" if self.digest is not None else NOT_PROVEN
+
+    def exit_code(self, require: str | None = None) -> int:
+        """0 when intact and the verdict follows; 1 otherwise, or when ``require`` is ``pass`` and it is no pass."""
+        return 0 if self.intact and (require is None or self.verdict == require) else 1
+
+
+def verify(bundle: Path, *, digest: str | None = None) -> Verification:
+    """Check ``bundle``. Raises :class:`UsageError` only for arguments: no such folder, a digest that is none."""
+    if digest is not None:
+        digest = digest.lower().removeprefix("sha256:")
+        if not _HEX.fullmatch(digest):
+            raise UsageError(f"{printable(digest, 80)!r} is no digest", where="--digest", expected="64 hex digits")
+    if not bundle.is_dir():
+        what = "is not a folder" if bundle.exists() else "no such folder"
+        raise UsageError(what, where=str(bundle), expected="a bundle folder, e.g. one of bundles/")
+    found = Verification(bundle, digest=digest)
+    contents, present = _check_files(found)
+    if digest is not None and found.root is not None and digest != found.root:
+        found.problems.append(f"{HASHES}: root digest is {found.root}, not the {digest} that was given")
+    _check_meaning(found, contents, present)
+    return found
+
+
+def _check_files(found: Verification) -> tuple[dict[str, bytes], dict[str, int]]:
+    """Compare files with ``hashes.json``. Returns what is parsed later, read once and so exactly what was hashed."""
+    present, problems = list_files(found.path)
+    found.problems += problems
+    contents: dict[str, bytes] = {}
+    listed: HashList | None = None
+    if HASHES in present:
+        listed = _try(found, lambda: parse_hashes(read_bytes(found.path, HASHES)))
+    else:
+        found.problems.append(f"{HASHES}: is missing")
+    expected = {file.name: file for file in listed.files} if listed else {}
+    if listed is not None:
+        found.root = listed.root
+        named = _NAMED_DIGEST.search(found.path.resolve().name)
+        if named and not listed.root.startswith(named[1]):
+            found.problems.append(f"{HASHES}: root digest {listed.root} is not the {named[1]} of the folder's name")
+        found.problems += [f"{name}: is missing" for name in expected if name not in present]
+        extra = [name for name in present if name not in expected and name != HASHES]
+        found.problems += [f"{name}: is extra, not in {HASHES}" for name in extra]
+    for name, size in present.items():
+        wanted = expected.get(name)
+        if wanted is not None and wanted.bytes != size:
+            found.problems.append(f"{name}: was changed ({size} bytes, sealed with {wanted.bytes})")
+        needed = name in REQUIRED_FILES or name in DERIVED or name.startswith("records/")
+        if not needed and (wanted is None or wanted.bytes != size):
+            continue
+        data = _try(found, lambda name=name: read_bytes(found.path, name))  # type: ignore[misc]
+        if data is None:
+            continue
+        if wanted is not None and wanted.bytes == size and digest_of(data) != wanted.sha256:
+            found.problems.append(f"{name}: was changed (sha256 differs)")
+        if needed:
+            contents[name] = data
+    return contents, present
+
+
+def _check_meaning(found: Verification, contents: Mapping[str, bytes], present: Mapping[str, int]) -> None:
+    """Parse, and recompute everything that follows from something else."""
+    absent = [name for name in (*REQUIRED_FILES, *DERIVED) if name not in present]
+    known = set(found.problems)
+    found.problems += [line for name in absent if (line := f"{name}: is missing") not in known]
+    run = _parse_run(found, contents)
+    if run is None:
+        return
+    found.name, found.tier = run.manifest.name, run.info.tier
+    _check_seeds(found, run)
+    found.problems += plan_problems(run.journal, run.info.units)
+    records = load_records(contents, contents.__getitem__, run.journal)
+    found.problems += [*records.problems, *records.census.problems(run.journal)]
+    if BINDING in contents:
+        seeds_head = run.info.seeds.head
+        found.binding = _try(
+            found, lambda: read_binding(parse_json(contents[BINDING], where=BINDING), seeds_head=seeds_head)
+        )
+    scope = _try(found, lambda: scope_of(run))
+    if scope is not None:
+        _check_verdicts(found, scope, run, records, contents)
+
+
+def _parse_run(found: Verification, contents: Mapping[str, bytes]) -> Run | None:
+    """The run's documents; every one that cannot be used is named, not only the first."""
+
+    def parse(name: str, how: Callable[[bytes], T]) -> T | None:
+        return _try(found, lambda: how(contents[name])) if name in contents else None
+
+    manifest = parse(MANIFEST, parse_manifest)
+    info = parse(RUN, parse_run_info)
+    environment = parse(ENVIRONMENT, lambda data: parse_json(data, where=ENVIRONMENT))
+    journal = parse(JOURNAL, parse_journal)
+    if ENVIRONMENT in contents and environment is not None and not isinstance(environment, dict):
+        found.problems.append(f"{ENVIRONMENT}: is not a JSON object")
+    if manifest is None or info is None or journal is None or not isinstance(environment, dict):
+        return None
+    return Run(manifest, digest_of(contents[MANIFEST]), info, environment, journal)
+
+
+def _check_seeds(found: Verification, run: Run) -> None:
+    seeds = run.info.seeds
+    if seeds.manifest_sha256 != run.manifest_sha256:
+        found.problems.append(f"{RUN}: seeds: derive from another manifest (sha256 {printable(seeds.manifest_sha256)})")
+    if seeds.root != root_seed(head=seeds.head, manifest_sha256=seeds.manifest_sha256, nonce=seeds.nonce):
+        found.problems.append(f"{RUN}: seeds: root does not derive from head, manifest digest and nonce")
+
+
+def _check_verdicts(
+    found: Verification, scope: Scope, run: Run, records: Records, contents: Mapping[str, bytes]
+) -> None:
+    outcome = _try(found, lambda: evaluate_all(scope, records.records))
+    stated = _try(found, lambda: parse_gates(contents[GATES])) if GATES in contents else None
+    if outcome is None:
+        return
+    found.results, found.verdict = outcome
+    if stated is None:
+        return
+    wrong = list(verdict_problems(*stated, *outcome))
+    found.problems += wrong
+    if found.binding is None or wrong:
+        return  # what follows from a wrong verdict is not worth comparing
+    expected = _try(found, lambda: _derive(scope, run, records, stated[0], found.binding, contents))
+    for name, data in (expected or {}).items():
+        if name in contents and contents[name] != data:
+            found.problems.append(
+                f"{name}: does not follow from the records ({_first_difference(contents[name], data)})"
+            )
+
+
+def _derive(
+    scope: Scope, run: Run, records: Records, results: list[GateResult], binding: Any, contents: Mapping[str, bytes]
+) -> dict[str, bytes]:
+    try:
+        return derived_files(scope, run, records.records, results, binding, contents)
+    except Exception as error:  # hostile values that a template or a format cannot take
+        text = printable(str(error))
+        raise BundleError(f"report.md: cannot be rendered again ({type(error).__name__}: {text})") from None
+
+
+def _first_difference(told: bytes, found: bytes) -> str:
+    for number, (one, other) in enumerate(zip(told.split(b"\n"), found.split(b"\n"), strict=False), start=1):
+        if one != other:
+            return f"first difference in line {number}"
+    return "one is a beginning of the other"
+
+
+def _try(found: Verification, action: Callable[[], T]) -> T | None:
+    """The action's value; its :class:`BundleError` becomes a problem."""
+    try:
+        return action()
+    except BundleError as error:
+        found.problems.append(str(error))
+        return None

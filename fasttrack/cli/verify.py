@@ -1,0 +1,65 @@
+"""``fasttrack verify``: check a bundle and recompute its verdict, offline, without a GPU."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from fasttrack.cli.untrusted import say, say_table
+from fasttrack.errors import UsageError
+
+MAX_PROBLEMS = 200  #: printed; JSON has them all
+
+
+def verify(
+    path: Annotated[Path, typer.Argument(help="The bundle folder.")],
+    digest: Annotated[str | None, typer.Option(help="Root digest published with the pull request.")] = None,
+    require: Annotated[str | None, typer.Option(help="`pass`: also demand that the verdict is a pass.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print as JSON.")] = False,
+) -> int:
+    """Check every hash of a bundle and recompute every verdict from its raw records.
+
+    Exit 0: intact, and the verdict follows, whatever it is. Exit 1: every problem is named, one line each.
+    """
+    from fasttrack.bundle import verify as check
+
+    if require not in (None, "pass"):
+        raise UsageError(f"{require!r} cannot be required", where="--require", expected="pass")
+    found = check(path, digest=digest)
+    code = found.exit_code(require)
+    if as_json:
+        values = {
+            "bundle": str(path),
+            "intact": found.intact,
+            "root": found.root,
+            "origin": found.origin,
+            "verdict": found.verdict,
+            "name": found.name or None,
+            "tier": found.tier or None,
+            "binding": found.binding.state if found.binding else None,
+            "problems": found.problems,
+            "gates": [json.loads(result.model_dump_json()) for result in found.results],
+        }
+        say(json.dumps(values, indent=1))
+        return code
+    say(f"root     {found.root or 'none'}")
+    if found.intact:
+        rows = [[result.gate, result.verdict, result.reason] for result in found.results]
+        say_table(["gate", "verdict", "recomputed from raw records"], rows, colour_column=1)
+    if found.binding is not None:
+        say(f"about    {found.binding.sentence}")
+    for problem in found.problems[:MAX_PROBLEMS]:
+        say(f"problem  {problem}")
+    if len(found.problems) > MAX_PROBLEMS:
+        say(f"problem  and {len(found.problems) - MAX_PROBLEMS} more (--json lists all)")
+    if found.intact:
+        say(f"verdict  {found.verdict} (follows from the records)")
+    else:
+        say(f"verdict  none: {len(found.problems)} problem{'s' if len(found.problems) != 1 else ''}")
+    say(f"origin   {found.origin}")
+    if require and found.intact and found.verdict != require:
+        say(f"required {require}, and the verdict is {found.verdict}")
+    return code

@@ -1,0 +1,45 @@
+"""The coverage grid as an SVG: plain text from a template, so the same grid gives the same bytes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fasttrack.report.coverage import Grid
+from fasttrack.report.text import plain
+
+#: State -> (fill, what it means). Distinguishable in grey and for the colour-blind.
+STATES = {
+    "full": ("#8fd19e", "all specialised"),
+    "partial": ("#ffd166", "some fell back"),
+    "none": ("#ef8a8a", "all fell back"),
+    "empty": ("#f4c2e7", "planned, no steps"),
+    "unplanned": ("#e3e3e3", "claimed, not in this tier"),
+}
+_BOX, _GAP, _ROW, _CHARACTER = 62, 4, 30, 7
+
+
+def layout(grid: Grid) -> dict[str, Any]:
+    """Template variables. Widths are estimated from character counts: no font is measured."""
+    labels = [plain(row.label, 60) for row in grid.rows]
+    left = 16 + _CHARACTER * max([len(label) for label in labels] + [len("requests")])
+    pitch = _BOX + _GAP
+    columns = [{"x": left + i * pitch + _BOX // 2, "text": str(c)} for i, c in enumerate(grid.columns)]
+    rows = [
+        {"y": 30 + index * _ROW, "label": label, "boxes": _boxes(row.counts, left)}
+        for index, (row, label) in enumerate(zip(grid.rows, labels, strict=True))
+    ]
+    bottom = 30 + len(rows) * _ROW + 8
+    legend, x = [], 8
+    for fill, text in STATES.values():
+        legend.append({"x": x, "y": bottom, "fill": fill, "text": text})
+        x += 34 + _CHARACTER * len(text)
+    width = max(left + len(columns) * pitch + 8, x)
+    return {"width": width, "height": bottom + 24, "columns": columns, "rows": rows, "legend": legend}
+
+
+def _boxes(counts: Any, left: int) -> list[dict[str, Any]]:
+    return [
+        {"x": left + index * (_BOX + _GAP), "width": _BOX, "fill": STATES[count.state][0], "text": count.text}
+        for index, count in enumerate(counts)
+        if count is not None
+    ]
