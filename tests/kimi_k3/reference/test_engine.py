@@ -1,15 +1,7 @@
-"""The engine's bookkeeping with a stand-in model that checks what it is given.
-
-:class:`StandIn` keeps a hash of the token history in the state slots and the tokens themselves in the paged
-cache, and its logits are a function of the hash: a wrong page, slot, position or accepted count changes the
-tokens or trips its assertion. The real model is used in ``test_engine_model.py``.
-"""
+"""The engine's bookkeeping with a stand-in model: schedule, paths, ledger, life cycle, bad input."""
 
 from __future__ import annotations
 
-import itertools
-import random
-from collections.abc import Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,128 +9,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from standin import CODEC, REFERENCE, Guesser, StandIn, build, crowd, expected_greedy, no_leaks, request, tokens
 
 from kimi_k3.names import FALLBACK_REASONS
 from kimi_k3.reference.batch import StepBatch
-from kimi_k3.reference.cache import NULL_SLOT, Caches
-from kimi_k3.reference.config import TINY_A
-from kimi_k3.reference.engine import EmbeddedEngine, EngineOptions, OptionError
-from kimi_k3.reference.precision import PRECISIONS
-from kimi_k3.reference.requests import Completion, GenerationRequest, RequestError, RequestState, SamplingParams
-from kimi_k3.reference.tokenizer import TextCodec
-
-CODEC = TextCodec()
-EOS = TINY_A.eos_token_id
-VOCAB = TINY_A.vocab_size
-KV_LAYER, KDA_LAYER = 3, 0
-BASIS = torch.arange(1, VOCAB + 1, dtype=torch.float64)
-
-
-def logits_of(history: float) -> torch.Tensor:
-    return 4 * torch.sin(BASIS * (0.1 + history % 997))
-
-
-class StandIn:
-    config = TINY_A
-    precision = PRECISIONS["fp64"]
-    device = torch.device("cpu")
-
-    def __init__(self) -> None:
-        self.batches: list[StepBatch] = []
-
-    @staticmethod
-    def extend(history: float, token: float) -> float:
-        return (history * 31 + token + 1) % 1000003
-
-    def forward(self, batch: StepBatch, caches: Caches) -> torch.Tensor:
-        self.batches.append(batch)
-        kv, states = caches.kv[KV_LAYER].flatten(0, 1)[:, 0], caches.recurrent[KDA_LAYER][:, 0, 0, 0]
-        out, first = [], 0
-        for i, rows in enumerate(batch.query_lens):
-            context, slots = batch.context_lens[i], batch.state_slots[i].tolist()
-            assert NULL_SLOT not in slots
-            history = float(states[slots[int(batch.accepted[i]) - 1]]) if context else 0.0
-            for j in range(rows):
-                row = first + j
-                assert int(batch.positions[row]) == context + j
-                kv[batch.slot_mapping[row]] = float(batch.token_ids[row])
-                history = self.extend(history, float(batch.token_ids[row]))
-                if not batch.is_prefill[i]:
-                    states[slots[j]] = history
-                out.append(history)
-            if batch.is_prefill[i]:
-                states[slots[0]] = history
-            reread = 0.0
-            for position in range(context + rows):
-                page = int(batch.block_tables[i, position // caches.page_size])
-                reread = self.extend(reread, float(kv[page * caches.page_size + position % caches.page_size]))
-            assert reread == history, "pages and state slots tell different stories"
-            first += rows
-        return torch.tensor(out, dtype=torch.float64)[:, None]
-
-    def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        return torch.stack([logits_of(float(h)) for h in hidden]) if len(hidden) else torch.empty(0, VOCAB)
-
-
-def build(model: Any = None, *, drafter: Any = None, executor: Any = None, grammar: Any = None, **options: Any):
-    values: dict[str, Any] = {"max_requests": 4, "max_context": 128, "max_tokens_per_step": 64, "page_size": 4}
-    engine = EmbeddedEngine(
-        model or StandIn(),
-        CODEC,
-        EngineOptions(**{**values, **options}),
-        drafter=drafter,
-        executor=executor,
-        grammar=grammar,
-    )
-    for tensor in (engine.caches.kv[KV_LAYER], engine.caches.recurrent[KDA_LAYER]):
-        tensor.fill_(float("nan"))  # nothing may be read before it was written
-    return engine
-
-
-def request(name: str, prompt: Sequence[int] = (1, 2, 3), tokens: int = 8, *, arrival: int = 0, forced=(), **sampling):
-    sampling.setdefault("ignore_eos", True)
-    return GenerationRequest(
-        name, tuple(prompt), tokens, SamplingParams(**sampling), arrival_step=arrival, forced=tuple(forced)
-    )
-
-
-def crowd(count: int, seed: int = 0) -> list[GenerationRequest]:
-    """Requests of mixed lengths, arrivals and sampling."""
-    rng = random.Random(seed)
-    return [
-        request(
-            f"r{i}",
-            [rng.randrange(500) for _ in range(rng.randrange(1, 24))],
-            rng.randrange(1, 40),
-            arrival=rng.randrange(10),
-            temperature=rng.choice([0.0, 1.0]),
-            seed=rng.randrange(1000),
-            top_k=rng.choice([0, 20]),
-            frequency_penalty=rng.choice([0.0, 0.5]),
-        )
-        for i in range(count)
-    ]
-
-
-def tokens(completions: Sequence[Completion]) -> dict[str, list[int]]:
-    return {c.id: c.token_ids for c in completions}
-
-
-def expected_greedy(prompt: Sequence[int], count: int) -> list[int]:
-    """The stand-in's greedy continuation, computed without engine."""
-    history, out = 0.0, []
-    for token in prompt:
-        history = StandIn.extend(history, token)
-    for _ in range(count):
-        out.append(int(logits_of(history).argmax()))
-        history = StandIn.extend(history, out[-1])
-    return out
-
-
-def no_leaks(engine: EmbeddedEngine) -> bool:
-    scheduler = engine.scheduler
-    return scheduler.pages.free == scheduler.pages.pages and scheduler.slots.free == scheduler.max_requests
-
+from kimi_k3.reference.engine import EngineOptions, OptionError
+from kimi_k3.reference.requests import GenerationRequest, RequestError
 
 # -- tokens do not depend on the schedule ----------------------------------------------------------------------
 
@@ -148,13 +24,6 @@ def test_greedy_tokens_are_the_models() -> None:
     assert done.token_ids == expected_greedy(range(30), 20)
     assert done.finish_reason == "length"
     assert done.text == CODEC.decode(done.token_ids)
-
-
-REFERENCE = tokens(
-    itertools.chain.from_iterable(
-        build().generate([GenerationRequest(**{**vars(r), "arrival_step": 0})], run="x") for r in crowd(8)
-    )
-)
 
 
 @settings(max_examples=15, deadline=None)
@@ -187,23 +56,6 @@ def test_a_small_cache_really_preempts() -> None:
     assert {s.request.id: s.output for s in states} == REFERENCE
 
 
-class Guesser:
-    """Drafts that are sometimes right: the true greedy continuation, broken at a random place."""
-
-    def __init__(self, length: int, ragged: bool) -> None:
-        self.rng, self.length, self.ragged = random.Random(0), length, ragged
-
-    def propose(self, states: Sequence[RequestState]) -> list[list[int]]:
-        drafts = []
-        for s in states:
-            count = self.rng.randrange(self.length + 1) if self.ragged else self.length
-            guess = expected_greedy(s.tokens, count)
-            if guess and self.rng.random() < 0.7:
-                guess[self.rng.randrange(count)] = self.rng.randrange(VOCAB)
-            drafts.append(guess)
-        return drafts
-
-
 @pytest.mark.parametrize("ragged", [False, True])
 @pytest.mark.parametrize("pages", [20, None])
 def test_drafts_change_no_token_and_save_steps(ragged: bool, pages: int | None) -> None:
@@ -230,150 +82,6 @@ def test_the_last_position_of_the_context_is_reached() -> None:
         engine = build(max_context=32, draft_length=length, drafter=drafter, pages=8)
         (done,) = engine.generate([request("a", range(20), 12)], run="x")
         assert done.token_ids == expected_greedy(range(20), 12)
-
-
-# -- sampling parameters as the engine applies them ------------------------------------------------------------
-
-
-def script(spec: Mapping[str, Any]):
-    """A grammar that allows one given token after the other."""
-    ids = list(spec["ids"])
-
-    def mask(output: Sequence[int]) -> torch.Tensor:
-        allowed = torch.zeros(VOCAB, dtype=torch.bool)
-        allowed[ids[len(output)]] = True
-        return allowed
-
-    return mask
-
-
-def say(text: str | list[int], **sampling: Any) -> Completion:
-    """One completion whose tokens are dictated through the structured-output hook."""
-    ids = CODEC.encode(text) if isinstance(text, str) else text
-    engine = build(grammar=script)
-    sampling.setdefault("ignore_eos", False)
-    (done,) = engine.generate([request("a", tokens=len(ids), structured={"ids": ids}, **sampling)], run="x")
-    return done
-
-
-def test_the_mask_hook_dictates() -> None:
-    done = say("Answer: 42", temperature=1.0, seed=3)
-    assert (done.text, done.finish_reason) == ("Answer: 42", "length")
-
-
-@pytest.mark.parametrize(
-    ("text", "stop", "kept"),
-    [
-        ("The answer is 42. Bye", ("42.",), "The answer is "),
-        ("The answer is 42. Bye", ("he ans",), "T"),  # starts and ends inside tokens
-        ("The answer is 42. Bye", ("Bye", "is"), "The answer "),  # the earliest wins
-        ("The answer is 42. Bye", ("e",), "Th"),
-        ("naïve 漢字 text", ("字",), "naïve 漢"),  # one character, three byte tokens
-        ("abc", ("x",), "abc"),
-    ],
-)
-def test_stop_strings_end_the_text_wherever_token_boundaries_lie(text: str, stop: tuple[str, ...], kept: str) -> None:
-    done = say(text, stop=stop)
-    assert done.text == kept
-    assert done.finish_reason == ("length" if kept == text else "stop")
-    full = CODEC.decode(done.token_ids)
-    assert text.startswith(full) or "\ufffd" in full
-    if kept != text:
-        assert any(s in full for s in stop), "tokens run up to the one that completed the stop string"
-        assert not any(s in CODEC.decode(done.token_ids[:-1]) for s in stop), "and not beyond"
-
-
-def test_a_stop_string_does_not_match_the_prompt() -> None:
-    engine = build()
-    (done,) = engine.generate([request("a", CODEC.encode("END"), 4, stop=("ENDX", "END"))], run="x")
-    assert done.finish_reason == "length"
-
-
-def test_end_of_sequence_stops_and_stays_out_of_the_text() -> None:
-    ids = [*CODEC.encode("hi"), EOS, *CODEC.encode("there")]
-    stopped = say(ids)
-    assert (stopped.text, stopped.finish_reason) == ("hi", "stop")
-    assert stopped.token_ids == ids[: ids.index(EOS) + 1]
-    ignored = say(ids, ignore_eos=True)
-    assert (ignored.token_ids, ignored.finish_reason) == (ids, "length")
-
-
-def test_stop_tokens_stop_and_min_tokens_holds_them_back() -> None:
-    ids = CODEC.encode("a b c")
-    assert say(ids, stop_token_ids=(ids[1],)).token_ids == ids[:2]
-    engine = build()
-    greedy = engine.generate([request("a", tokens=6)], run="x")[0].token_ids
-    stopping = {"stop_token_ids": (greedy[0],), "ignore_eos": False}
-    (first,) = engine.generate([request("a", tokens=6, **stopping)], run="x")
-    assert first.token_ids == greedy[:1]
-    (later,) = engine.generate([request("a", tokens=6, min_tokens=3, **stopping)], run="x")
-    assert len(later.token_ids) >= 3
-    assert greedy[0] not in later.token_ids[:3]
-
-
-def test_a_seed_repeats_and_another_differs() -> None:
-    engine = build()
-    runs = [
-        engine.generate([request("a", tokens=16, temperature=1.0, seed=s)], run="x")[0].token_ids for s in (1, 1, 2)
-    ]
-    assert runs[0] == runs[1] != runs[2]
-
-
-def test_penalties_see_the_whole_history_of_a_request() -> None:
-    engine = build(pages=17)
-    strong = [request(f"r{i}", [i] * 5, 40, presence_penalty=100.0) for i in range(4)]
-    for done in engine.generate(strong, run="x"):
-        assert len(set(done.token_ids)) == 40, "a presence penalty of 100 forbids repetition"
-
-
-# -- forced tokens and log-probabilities -----------------------------------------------------------------------
-
-
-def test_forced_tokens_come_out_with_their_log_probabilities() -> None:
-    prompt, forced = [5, 6, 7], [10, EOS, 499, 3]
-    engine = build()
-    (done,) = engine.generate([request("a", prompt, 6, forced=forced, ignore_eos=False)], run="x", keep_logits=True)
-    assert done.token_ids[:4] == forced, "not even the end-of-sequence token stops a forced request"
-    assert done.token_ids[4:] == expected_greedy([*prompt, *forced], 2)
-    history, expected = 0.0, []
-    for token in prompt:
-        history = StandIn.extend(history, token)
-    for token in done.token_ids:
-        expected.append(torch.log_softmax(logits_of(history), 0))
-        history = StandIn.extend(history, token)
-    assert done.full_logprobs is not None
-    torch.testing.assert_close(done.full_logprobs, torch.stack(expected), rtol=0, atol=0)
-    assert done.logprobs == [float(row[t]) for row, t in zip(expected, done.token_ids, strict=True)]
-
-
-def test_forcing_works_through_verify_steps() -> None:
-    forced = list(range(100, 120))
-    engine = build(draft_length=3, drafter=Guesser(3, ragged=True))
-    plain = build().generate([request("a", tokens=20, forced=forced)], run="x", keep_logits=True)[0]
-    drafted = engine.generate([request("a", tokens=20, forced=forced)], run="x", keep_logits=True)[0]
-    assert drafted.token_ids == forced
-    assert torch.equal(plain.full_logprobs, drafted.full_logprobs)
-
-
-def test_log_probabilities_only_where_asked() -> None:
-    engine = build()
-    none, some = engine.generate([request("a"), request("b", logprobs=2)], run="x")
-    assert none.logprobs is none.top_logprobs is none.full_logprobs is None
-    assert some.logprobs is not None
-    assert some.top_logprobs is not None
-    assert len(some.logprobs) == len(some.top_logprobs) == 8
-    for chosen, value, top in zip(some.token_ids, some.logprobs, some.top_logprobs, strict=True):
-        assert top[chosen] == value == max(top.values())
-        assert len(top) == 2
-
-
-def test_log_probabilities_are_those_before_penalties_and_temperature() -> None:
-    engine = build()
-    (plain,) = engine.generate([request("a", tokens=1, logprobs=0)], run="x")
-    (bent,) = engine.generate(
-        [request("a", tokens=1, logprobs=0, temperature=0.1, repetition_penalty=1.5, forced=plain.token_ids)], run="x"
-    )
-    assert plain.logprobs == bent.logprobs
 
 
 # -- ledger and paths ------------------------------------------------------------------------------------------

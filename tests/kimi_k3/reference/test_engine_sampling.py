@@ -1,0 +1,155 @@
+"""What the engine does with sampling parameters, stop conditions, forced tokens and log-probabilities."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import pytest
+import torch
+from standin import CODEC, EOS, VOCAB, Guesser, StandIn, build, expected_greedy, logits_of, request
+
+from kimi_k3.reference.requests import Completion
+
+# -- sampling parameters as the engine applies them ------------------------------------------------------------
+
+
+def script(spec: Mapping[str, Any]):
+    """A grammar that allows one given token after the other."""
+    ids = list(spec["ids"])
+
+    def mask(output: Sequence[int]) -> torch.Tensor:
+        allowed = torch.zeros(VOCAB, dtype=torch.bool)
+        allowed[ids[len(output)]] = True
+        return allowed
+
+    return mask
+
+
+def say(text: str | list[int], **sampling: Any) -> Completion:
+    """One completion whose tokens are dictated through the structured-output hook."""
+    ids = CODEC.encode(text) if isinstance(text, str) else text
+    engine = build(grammar=script)
+    sampling.setdefault("ignore_eos", False)
+    (done,) = engine.generate([request("a", tokens=len(ids), structured={"ids": ids}, **sampling)], run="x")
+    return done
+
+
+def test_the_mask_hook_dictates() -> None:
+    done = say("Answer: 42", temperature=1.0, seed=3)
+    assert (done.text, done.finish_reason) == ("Answer: 42", "length")
+
+
+@pytest.mark.parametrize(
+    ("text", "stop", "kept"),
+    [
+        ("The answer is 42. Bye", ("42.",), "The answer is "),
+        ("The answer is 42. Bye", ("he ans",), "T"),  # starts and ends inside tokens
+        ("The answer is 42. Bye", ("Bye", "is"), "The answer "),  # the earliest wins
+        ("The answer is 42. Bye", ("e",), "Th"),
+        ("naïve 漢字 text", ("字",), "naïve 漢"),  # one character, three byte tokens
+        ("abc", ("x",), "abc"),
+    ],
+)
+def test_stop_strings_end_the_text_wherever_token_boundaries_lie(text: str, stop: tuple[str, ...], kept: str) -> None:
+    done = say(text, stop=stop)
+    assert done.text == kept
+    assert done.finish_reason == ("length" if kept == text else "stop")
+    full = CODEC.decode(done.token_ids)
+    assert text.startswith(full) or "\ufffd" in full
+    if kept != text:
+        assert any(s in full for s in stop), "tokens run up to the one that completed the stop string"
+        assert not any(s in CODEC.decode(done.token_ids[:-1]) for s in stop), "and not beyond"
+
+
+def test_a_stop_string_does_not_match_the_prompt() -> None:
+    engine = build()
+    (done,) = engine.generate([request("a", CODEC.encode("END"), 4, stop=("ENDX", "END"))], run="x")
+    assert done.finish_reason == "length"
+
+
+def test_end_of_sequence_stops_and_stays_out_of_the_text() -> None:
+    ids = [*CODEC.encode("hi"), EOS, *CODEC.encode("there")]
+    stopped = say(ids)
+    assert (stopped.text, stopped.finish_reason) == ("hi", "stop")
+    assert stopped.token_ids == ids[: ids.index(EOS) + 1]
+    ignored = say(ids, ignore_eos=True)
+    assert (ignored.token_ids, ignored.finish_reason) == (ids, "length")
+
+
+def test_stop_tokens_stop_and_min_tokens_holds_them_back() -> None:
+    ids = CODEC.encode("a b c")
+    assert say(ids, stop_token_ids=(ids[1],)).token_ids == ids[:2]
+    engine = build()
+    greedy = engine.generate([request("a", tokens=6)], run="x")[0].token_ids
+    stopping = {"stop_token_ids": (greedy[0],), "ignore_eos": False}
+    (first,) = engine.generate([request("a", tokens=6, **stopping)], run="x")
+    assert first.token_ids == greedy[:1]
+    (later,) = engine.generate([request("a", tokens=6, min_tokens=3, **stopping)], run="x")
+    assert len(later.token_ids) >= 3
+    assert greedy[0] not in later.token_ids[:3]
+
+
+def test_a_seed_repeats_and_another_differs() -> None:
+    engine = build()
+    runs = [
+        engine.generate([request("a", tokens=16, temperature=1.0, seed=s)], run="x")[0].token_ids for s in (1, 1, 2)
+    ]
+    assert runs[0] == runs[1] != runs[2]
+
+
+def test_penalties_see_the_whole_history_of_a_request() -> None:
+    engine = build(pages=17)
+    strong = [request(f"r{i}", [i] * 5, 40, presence_penalty=100.0) for i in range(4)]
+    for done in engine.generate(strong, run="x"):
+        assert len(set(done.token_ids)) == 40, "a presence penalty of 100 forbids repetition"
+
+
+# -- forced tokens and log-probabilities -----------------------------------------------------------------------
+
+
+def test_forced_tokens_come_out_with_their_log_probabilities() -> None:
+    prompt, forced = [5, 6, 7], [10, EOS, 499, 3]
+    engine = build()
+    (done,) = engine.generate([request("a", prompt, 6, forced=forced, ignore_eos=False)], run="x", keep_logits=True)
+    assert done.token_ids[:4] == forced, "not even the end-of-sequence token stops a forced request"
+    assert done.token_ids[4:] == expected_greedy([*prompt, *forced], 2)
+    history, expected = 0.0, []
+    for token in prompt:
+        history = StandIn.extend(history, token)
+    for token in done.token_ids:
+        expected.append(torch.log_softmax(logits_of(history), 0))
+        history = StandIn.extend(history, token)
+    assert done.full_logprobs is not None
+    torch.testing.assert_close(done.full_logprobs, torch.stack(expected), rtol=0, atol=0)
+    assert done.logprobs == [float(row[t]) for row, t in zip(expected, done.token_ids, strict=True)]
+
+
+def test_forcing_works_through_verify_steps() -> None:
+    forced = list(range(100, 120))
+    engine = build(draft_length=3, drafter=Guesser(3, ragged=True))
+    plain = build().generate([request("a", tokens=20, forced=forced)], run="x", keep_logits=True)[0]
+    drafted = engine.generate([request("a", tokens=20, forced=forced)], run="x", keep_logits=True)[0]
+    assert drafted.token_ids == forced
+    assert torch.equal(plain.full_logprobs, drafted.full_logprobs)
+
+
+def test_log_probabilities_only_where_asked() -> None:
+    engine = build()
+    none, some = engine.generate([request("a"), request("b", logprobs=2)], run="x")
+    assert none.logprobs is none.top_logprobs is none.full_logprobs is None
+    assert some.logprobs is not None
+    assert some.top_logprobs is not None
+    assert len(some.logprobs) == len(some.top_logprobs) == 8
+    for chosen, value, top in zip(some.token_ids, some.logprobs, some.top_logprobs, strict=True):
+        assert top[chosen] == value == max(top.values())
+        assert len(top) == 2
+
+
+def test_log_probabilities_are_those_before_penalties_and_temperature() -> None:
+    engine = build()
+    (plain,) = engine.generate([request("a", tokens=1, logprobs=0)], run="x")
+    (bent,) = engine.generate(
+        [request("a", tokens=1, logprobs=0, temperature=0.1, repetition_penalty=1.5, forced=plain.token_ids)], run="x"
+    )
+    assert plain.logprobs == bent.logprobs
