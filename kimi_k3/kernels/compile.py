@@ -28,7 +28,7 @@ from typing import Any
 from kimi_k3.kernels import cubin as cubins
 
 ARCHES = ("sm_90a", "sm_100a", "sm_103a")
-MODULES = ("stream_projection", "stream_tiles", "embed", "prefetch", "stream_read", "kda_core", "attn_res")
+MODULES = ("stream_projection", "embed", "prefetch", "stream_read", "kda_core", "attn_res")
 _SHARED = ("cute_util.py", "arch.py", "shapes.py", "contract.py", "compile.py", "cubin.py")
 
 

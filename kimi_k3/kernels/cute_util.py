@@ -376,3 +376,10 @@ def clean_f32(v, *, loc=None, ip=None):
     return Uint32(
         asm(T.i32(), ops, "{ .reg .f32 t; add.rn.f32 t,$1,0f00000000; mov.b32 $0,t; }", "=r,f", False, loc, ip)
     )
+
+
+@dsl_user_op
+def sts2(addr, words, *, loc=None, ip=None):
+    """Store two words at the 32-bit shared address ``addr`` (8-byte aligned)."""
+    ops = [Int32(addr).ir_value(loc=loc, ip=ip)] + [Uint32(w).ir_value(loc=loc, ip=ip) for w in words]
+    asm(None, ops, "st.shared.v2.b32 [$0],{$1,$2};", "r,r,r", True, loc, ip)

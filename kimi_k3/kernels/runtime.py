@@ -17,7 +17,7 @@ from cutlass.cute.runtime import make_ptr
 
 _CODE: dict[Any, Any] = {}
 
-_TYPES = {
+TYPES = {
     torch.bfloat16: cutlass.BFloat16,
     torch.float32: cutlass.Float32,
     torch.float16: cutlass.Float16,
@@ -30,12 +30,12 @@ _TYPES = {
 
 def address(tensor: torch.Tensor, align: int = 16) -> Any:
     """A typed global pointer to the first element of ``tensor``, for a parameter compiled with the same alignment."""
-    return make_ptr(_TYPES[tensor.dtype], tensor.data_ptr(), cute.AddressSpace.gmem, assumed_align=align)
+    return make_ptr(TYPES[tensor.dtype], tensor.data_ptr(), cute.AddressSpace.gmem, assumed_align=align)
 
 
 def fake_address(dtype: torch.dtype, align: int = 16) -> Any:
     """A stand-in for :func:`address` at compile time."""
-    return make_ptr(_TYPES[dtype], align, cute.AddressSpace.gmem, assumed_align=align)
+    return make_ptr(TYPES[dtype], align, cute.AddressSpace.gmem, assumed_align=align)
 
 
 def current_stream() -> CUstream:

@@ -71,11 +71,11 @@ SMALL = ModelShape(
     kv_lora=512,
     nope=128,
     rope=64,
-    intermediate=1024,
+    intermediate=2048,
     latent=128,
     experts=32,
     top_k=8,
-    moe_intermediate=512,
+    moe_intermediate=1024,
     shared_experts=2,
     vocab=2048,
 )

@@ -1,0 +1,104 @@
+"""Which kernel and geometry serves a projection shape at a batch: measured settings first, a rule for every other shape.
+
+Plain data, importable without torch or CuTe.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kimi_k3.kernels.shapes import ProjectionShape
+
+#: dynamic shared memory of a block, at most, so that the next launch's blocks fit beside the running ones
+CO_RESIDENT = 104 * 1024
+
+
+@dataclass(frozen=True)
+class Setting:
+    """``kind`` rows: kernel for few tokens; tiles: x in shared memory. ``trigger``: see the kernels.
+
+    ``warps`` and ``kblk`` are of the rows kernel unless the kind is tiles, which has wm x wk warps.
+    """
+
+    kind: str
+    rows: int
+    stages: int
+    ksplit: int = 1
+    kblk: int = 128
+    warps: int = 8
+    wm: int = 4
+    wk: int = 1
+    trigger: int = 4
+
+
+def token_tiles(m: int) -> int:
+    """n8 tiles of tokens that serve m rows: 1, 2, 4 or 8."""
+    if not 1 <= m <= 64:
+        raise ValueError(f"rows {m}: the projection kernels serve 1 to 64")
+    return 1 if m <= 8 else 2 if m <= 16 else 4 if m <= 32 else 8
+
+
+#: (n, k, SiTU) -> token tiles -> setting, as measured on an H200
+TUNED: dict[tuple[int, int, bool], dict[int, Setting]] = {
+    (6288, 7168, False): {1: Setting("rows", 24, 12, trigger=4)},
+    (3216, 7168, False): {1: Setting("rows", 16, 18, trigger=16)},
+    (3648, 7168, False): {1: Setting("rows", 16, 18, trigger=8)},
+    (7168, 1536, False): {1: Setting("rows", 56, 6, trigger=2)},
+    (7168, 768, False): {1: Setting("rows", 32, 6, trigger=-1)},
+    (1536, 7168, False): {1: Setting("rows", 56, 6, ksplit=4, trigger=2)},
+    (560, 7168, False): {1: Setting("rows", 32, 8, ksplit=7, trigger=-1)},
+}
+
+
+def setting_for(shape: ProjectionShape, m: int) -> Setting:
+    """The setting for ``m`` rows. Raises ValueError for a shape that no kernel serves."""
+    if shape.k % 64 or shape.k < 128:
+        raise ValueError(f"{shape.op}: K {shape.k} must be a multiple of 64 and at least 128")
+    if shape.n % (16 if shape.situ else 8) or shape.fp32_rows % 8:
+        raise ValueError(f"{shape.op}: N {shape.n} must be a multiple of 8 (SiTU: 16)")
+    tiles = token_tiles(m)
+    tuned = TUNED.get((shape.n, shape.k, shape.situ), {})
+    if tiles in tuned:
+        return tuned[tiles]
+    return _few(shape) if tiles == 1 else _many(shape, tiles)
+
+
+def _few(shape: ProjectionShape, target: int = 264) -> Setting:
+    step = 16 if shape.situ else 8
+    kblk = 128 if shape.k % 128 == 0 else 64
+    boxes = shape.k // kblk
+    splits = [c for c in (1, 2, 4, 7, 8) if boxes % c == 0]
+    ksplit = next((c for c in splits if -(-shape.n // step) * c >= 96), splits[-1])
+    rows = step
+    while -(-shape.n // rows) * ksplit > target and rows < 64:
+        rows += step
+    nst = boxes // ksplit
+    wps = kblk // 32
+    groups = next(g for g in (8 // wps, 2, 1) if nst % g == 0)
+    fit = max(groups, (90 * 1024) // (rows * kblk * 2) // groups * groups)
+    stages = min(nst, fit)
+    return Setting("rows", rows, stages, ksplit, kblk, warps=groups * wps, trigger=-1 if stages == nst else 4)
+
+
+def _many(shape: ProjectionShape, tiles: int) -> Setting:
+    kblk = 64
+    boxes = shape.k // kblk
+    columns = shape.n // 2 if shape.situ else shape.n
+    halves = 2 if shape.situ else 1
+    best: tuple[float, Setting] | None = None
+    for rows in (128, 64):
+        half = rows // halves
+        for ksplit in (1, 2, 4, 8):
+            if boxes % ksplit or half % (8 * ksplit):
+                continue
+            blocks = -(-columns // half) * ksplit
+            # waste of an uneven last wave, then x traffic (in units of the weights)
+            waves = -(-blocks // 264)
+            idle = max(1.0, 110 / blocks) * (waves * 264 / blocks if waves > 1 else 1.0)
+            cost = idle + 8 * tiles / (2 * rows)
+            stage = (rows + 8 * tiles) * kblk * 2
+            stages = min(boxes // ksplit, CO_RESIDENT // stage)
+            if best is None or cost < best[0]:
+                best = (cost, Setting("tiles", rows, stages, ksplit, kblk, trigger=-1 if stages * ksplit == boxes else 2))
+    assert best is not None
+    return best[1]

@@ -1,0 +1,254 @@
+"""The streaming projection for 9-64 tokens: x shares the ring with W, and K is split over a cluster.
+
+With b tokens every block reads K b elements of x from L2 beside its K rows elements of W, so blocks must own many rows:
+``rows`` rows of W x one of ``ksplit`` K ranges (a cluster), which keeps the number of blocks near the number of SMs.
+
+producer  one warp: per stage one TMA box [rows, kblk] of W and one [tokens, kblk] of x, one barrier for both. The W boxes of
+          the first ``stages`` stages are issued before griddepcontrol.wait, the x boxes after it
+consumers wm x wk warps; a warp multiplies rows/wm rows with all tokens over every wk-th 32-wide K slice of a stage. Same
+          permuted K order as the kernel for few tokens: both operands are 16-byte conflict-free reads, no ldmatrix
+end       rank r owns 1/ksplit of the rows: every warp sends its partial rows to their owners (st.async into the ring, which is
+          drained by then), the owner adds them in (rank, warp) order and emits. Deterministic
+
+Rows of x beyond b are outside the tensor map and read as zeros. ``trigger`` as in the kernel for few tokens.
+"""
+
+# mypy: disable-error-code="no-untyped-def,no-untyped-call,misc"
+from __future__ import annotations
+
+import cutlass
+import cutlass.cute as cute
+import cutlass.memory as cmem
+from cutlass import BFloat16, Float32, Int32, Int64, Uint64
+from cutlass.cute.nvgpu import cpasync, warpgroup
+
+from kimi_k3.kernels import cute_util as cu
+from kimi_k3.kernels.stream_projection_epilogue import Epilogue, Output
+
+
+class TilesKernel(Output):
+    """``tiles``: n8 tiles of tokens. Raises ValueError for a geometry that does not divide."""
+
+    def __init__(self, epilogue: Epilogue, rows: int, stages: int, kblk: int = 64, ksplit: int = 1, wm: int = 4,
+                 wk: int = 2, tiles: int = 2, ldx: int = 0, min_blocks: int = 1) -> None:  # fmt: skip
+        n, k, situ = epilogue.shape.n, epilogue.shape.k, epilogue.shape.situ
+        self.epilogue, self.n, self.k, self.rows, self.kblk, self.ksplit = epilogue, n, k, rows, kblk, ksplit
+        self.wm, self.wk, self.tiles, self.ldx, self.min_blocks = wm, wk, tiles, ldx or k, min_blocks
+        self.halves = 2 if situ else 1
+        self.half = rows // self.halves
+        self.warps, self.tokens, self.mt = wm * wk, 8 * tiles, rows // (16 * wm)
+        self.slices = kblk // 32 // wk  # 32-wide K slices of a warp and stage
+        if rows % (16 * wm) or self.half % 8 or kblk % 64 or k % (kblk * ksplit) or (kblk // 32) % wk:
+            raise ValueError(f"{n}x{k}: rows {rows}, kblk {kblk}, ksplit {ksplit}, warps {wm}x{wk} do not divide")
+        if self.half % (8 * ksplit):
+            raise ValueError(f"{n}x{k}: {self.half} output columns of a block do not divide over {ksplit} ranks in eights")
+        self.own = self.half // ksplit  # output columns of a rank
+        self.nst = k // ksplit // kblk
+        self.stages = min(stages, self.nst)
+        self.wbox, self.xbox = rows * kblk * 2, self.tokens * kblk * 2
+        self.stage = self.wbox + self.xbox
+        self.pitch = self.tokens + 2  # floats per row of a partial tile: even for 8-byte stores, no bank conflicts
+        self.slab = self.halves * self.own * self.pitch  # floats one source sends to one owner
+        self.region = max(self.stages * self.stage, 4 * ksplit * wk * self.slab)
+        self.smem = self.region + 16 * self.stages + 8
+        self.blocks = -(-epilogue.columns // self.half)
+        self.threads = 32 * self.warps + 32
+
+    @cute.jit
+    def __call__(self, x: cute.Pointer, w: cute.Pointer, y: cute.Pointer, y32: cute.Pointer, table: cute.Pointer,
+                 ldx: Int32, ldy: Int32, ld32: Int32, b: Int32, trigger: Int32, stream) -> None:  # fmt: skip
+        kb: cutlass.Constexpr = self.kblk // 64
+        atom = warpgroup.make_smem_layout_atom(warpgroup.SmemLayoutAtomKind.K_SW128, BFloat16)
+        layout = cute.tile_to_shape(atom, (self.half, 64, kb), (0, 1, 2))
+        rows: cutlass.Constexpr = self.n // self.halves
+        shape = cute.make_layout((rows, 64, self.k // 64), stride=(self.k, 1, 64))
+        op = cpasync.CopyBulkTensorTileG2SOp()
+        tile: cutlass.Constexpr = (self.half, 64, kb)
+        w0, t0 = cpasync.make_tiled_tma_atom(op, cute.make_tensor(w, shape), layout, tile)
+        second = w + (rows * self.k if self.halves == 2 else 0)
+        w1, t1 = cpasync.make_tiled_tma_atom(op, cute.make_tensor(second, shape), layout, tile)
+        xlayout = cute.tile_to_shape(atom, (self.tokens, 64, kb), (0, 1, 2))
+        # a run-time extent: a static 1 would be dropped from the tensor map
+        xshape = cute.make_layout((b, 64, self.k // 64), stride=(self.ldx, 1, 64))
+        xa, xt = cpasync.make_tiled_tma_atom(op, cute.make_tensor(x, xshape), xlayout, (self.tokens, 64, kb))
+        self.kernel(w0, t0, w1, t1, xa, xt, layout, xlayout, y, y32, table, ldy, ld32, b, trigger).launch(
+            grid=(self.ksplit, self.blocks, 1), block=(self.threads, 1, 1),
+            cluster=(self.ksplit, 1, 1) if self.ksplit > 1 else None, stream=stream, use_pdl=True,
+            min_blocks_per_mp=self.min_blocks, preferred_smem_carveout=100)  # fmt: skip
+
+    @cute.kernel
+    def kernel(self, w0: cute.CopyAtom, t0: cute.Tensor, w1: cute.CopyAtom, t1: cute.Tensor, xa: cute.CopyAtom,
+               xt: cute.Tensor, layout: cute.ComposedLayout, xlayout: cute.ComposedLayout, y: cute.Pointer,
+               y32: cute.Pointer, table: cute.Pointer, ldy: Int32, ld32: Int32, b: Int32,
+               trigger: Int32) -> None:  # fmt: skip
+        tid, _, _ = cute.arch.thread_idx()
+        rank, block, _ = cute.arch.block_idx()
+        warp = cute.arch.make_warp_uniform(tid // 32)
+        S: cutlass.Constexpr = self.stages
+        smem = cmem.SmemAllocator()
+        ring = smem.allocate(self.region, 1024)
+        bars = smem.allocate_array(Uint64, 2 * S + 1)  # full, empty, exchange
+        if tid == 0:
+            for s in cutlass.range_constexpr(S):
+                cute.arch.mbarrier_init(bars + s, 1)
+                cute.arch.mbarrier_init(bars + S + s, self.warps)
+            cute.arch.mbarrier_init(bars + 2 * S, 1)
+            cute.arch.mbarrier_init_fence()
+            if cutlass.const_expr(self.ksplit > 1):
+                received: cutlass.Constexpr = self.ksplit * self.wk * self.halves * self.own * self.tokens * 4
+                cute.arch.mbarrier_arrive_and_expect_tx(bars + 2 * S, received)
+        cute.arch.sync_threads()
+        acc = cute.make_rmem_tensor(cute.make_layout((self.mt, self.tiles, 4), stride=(4 * self.tiles, 4, 1)), Float32)
+        if warp == self.warps:
+            g0 = cute.local_tile(t0, (self.half, 64, self.kblk // 64), (block, 0, None))
+            g1 = cute.local_tile(t1, (self.half, 64, self.kblk // 64), (block, 0, None))
+            gx = cute.local_tile(xt, (self.tokens, 64, self.kblk // 64), (0, 0, None))
+            first = rank * self.nst
+            if trigger < 0:
+                cu.pdl_trigger()
+            for i in cutlass.range_constexpr(S):
+                self.load_w(w0, g0, w1, g1, layout, ring + i * self.stage, bars + i, first + i)
+            cu.pdl_wait()
+            for i in cutlass.range_constexpr(S):
+                self.copy(xa, gx, xlayout, ring + (i * self.stage + self.wbox), bars + i, first + i, cu.EVICT_LAST)
+            late = self.nst - trigger
+            if (trigger >= 0) & (late <= S):
+                cu.pdl_trigger()
+            for i in cutlass.range(S, self.nst, unroll=1):
+                if i == late:
+                    cu.pdl_trigger()
+                s = i % S
+                cu.wait_uniform(bars + S + s, (i // S - 1) % 2)
+                self.load_w(w0, g0, w1, g1, layout, ring + s * self.stage, bars + s, first + i)
+                self.copy(xa, gx, xlayout, ring + (s * self.stage + self.wbox), bars + s, first + i, cu.EVICT_LAST)
+        else:
+            acc.fill(0.0)
+            cu.pdl_wait()
+            self.multiply(ring, bars, acc, warp, tid % 32)
+        cu.fence_async_shared()
+        if cutlass.const_expr(self.ksplit > 1):
+            cute.arch.cluster_arrive()  # every block is done with its ring, and every exchange barrier is armed
+            cute.arch.cluster_wait()
+        else:
+            cute.arch.sync_threads()
+        if warp < self.warps:
+            self.send(ring, bars + 2 * S, acc, rank, warp, tid % 32)
+        if cutlass.const_expr(self.ksplit > 1):
+            cu.wait_cluster(bars + 2 * S, 0)
+        else:
+            cute.arch.sync_threads()
+        self.finish(ring, y.toint(), y32.toint(), table.toint(), ldy, ld32, b, rank, block, tid)
+
+    @cute.jit
+    def multiply(self, ring, bars, acc, warp, lane):
+        S: cutlass.Constexpr = self.stages
+        g, q = lane // 4, lane % 4
+        wm, wk = warp % self.wm, warp // self.wm
+        base = Int32(ring.toint())
+        for i in cutlass.range(0, self.nst, unroll=1):
+            s = i % S
+            cu.wait_uniform(bars + s, (i // S) % 2)
+            for j in cutlass.range_constexpr(self.slices):
+                piece = wk + j * self.wk
+                sub, chunk = piece // 2, ((2 * q + piece % 2) ^ g) * 16 + g * 128
+                at = base + s * self.stage + chunk
+                xat = at + self.wbox + sub * (self.tokens * 128)
+                xr = [cu.lds4(xat + 1024 * t) for t in range(self.tiles)]
+                for m in cutlass.range_constexpr(self.mt):
+                    j8 = wm * (2 * self.mt) + 2 * m
+                    lo = cu.lds4(at + self.block_offset(j8, sub))
+                    hi = cu.lds4(at + self.block_offset(j8 + 1, sub))
+                    for h in cutlass.range_constexpr(2):
+                        a = (lo[2 * h], hi[2 * h], lo[2 * h + 1], hi[2 * h + 1])
+                        for t in cutlass.range_constexpr(self.tiles):
+                            c = [acc[m, t, v] for v in range(4)]
+                            d = cu.mma_bf16(a, (xr[t][2 * h], xr[t][2 * h + 1]), c)
+                            for v in cutlass.range_constexpr(4):
+                                acc[m, t, v] = d[v]
+            # without this fence the refill of the slot may overtake the reads above
+            cu.fence_async_shared()
+            cute.arch.sync_warp()
+            if lane == 0:
+                cute.arch.mbarrier_arrive(bars + S + s)
+
+    @cute.jit
+    def block_offset(self, j8, sub):
+        """Byte offset of 8-row block ``j8``, 64-wide sub-block ``sub``: boxes of ``half`` rows, each [kblk/64][half][64]."""
+        if cutlass.const_expr(self.halves == 1):
+            return sub * (self.rows * 128) + j8 * 1024
+        per: cutlass.Constexpr = self.half // 8
+        return (j8 // per) * (self.half * self.kblk * 2) + sub * (self.half * 128) + (j8 % per) * 1024
+
+    @cute.jit
+    def send(self, ring, bar, acc, rank, warp, lane):
+        """A warp's accumulators to the owners of their rows: slab [source][gate | up][column][token]."""
+        g, q = lane // 4, lane % 4
+        wm, wk = warp % self.wm, warp // self.wm
+        source = rank * self.wk + wk
+        local = Int32(ring.toint())
+        barrier = Int32(bar.toint())
+        for m in cutlass.range_constexpr(self.mt):
+            for h in cutlass.range_constexpr(2):
+                j8 = wm * (2 * self.mt) + 2 * m + h
+                half, within = j8 // (self.half // 8), j8 % (self.half // 8)
+                owner, row = within // (self.own // 8), (within % (self.own // 8)) * 8 + g
+                at = local + 4 * (source * self.slab + (half * self.own + row) * self.pitch + 2 * q)
+                if cutlass.const_expr(self.ksplit > 1):
+                    to, tobar = cu.mapa(at, owner), cu.mapa(barrier, owner)
+                    for t in cutlass.range_constexpr(self.tiles):
+                        words = (cu.f2i(acc[m, t, 2 * h]), cu.f2i(acc[m, t, 2 * h + 1]))
+                        cu.st_async2(to + 32 * t, words, tobar)
+                else:
+                    for t in cutlass.range_constexpr(self.tiles):
+                        cu.sts2(at + 32 * t, (cu.f2i(acc[m, t, 2 * h]), cu.f2i(acc[m, t, 2 * h + 1])))
+
+    @cute.jit
+    def finish(self, ring, y, y32, table, ldy, ld32, b, rank, block, tid):
+        """The owner adds the sources in order; a warp takes 8 (or 4) column pairs x 4 (or 8) tokens at a time."""
+        floats: cutlass.Constexpr = self.ksplit * self.wk * self.slab
+        part = cute.make_tensor(cute.recast_ptr(ring, dtype=Float32), cute.make_layout(floats))
+        pairs: cutlass.Constexpr = self.own // 2
+        lanes: cutlass.Constexpr = 8 if pairs % 8 == 0 else 4
+        per: cutlass.Constexpr = 32 // lanes
+        quads = (b + per - 1) // per
+        for i in range(tid, pairs * per * quads, self.threads):
+            p, rest = i % lanes, i // lanes
+            t, rest = rest % per, rest // per
+            row = 2 * (rest % (pairs // lanes) * lanes + p)
+            token = rest // (pairs // lanes) * per + t
+            if token < b:
+                v = self.add(part, row, token)
+                if cutlass.const_expr(self.halves == 2):
+                    u = self.add(part, self.own + row, token)
+                    v = [self.situ(v[0], u[0]), self.situ(v[1], u[1])]
+                column = block * self.half + rank * self.own + row
+                self.emit(y, y32, table, ldy, ld32, token, column, v[0], v[1])
+
+    @cute.jit
+    def add(self, part, row, token):
+        first, second = Float32(0), Float32(0)
+        for p in cutlass.range_constexpr(self.ksplit * self.wk):
+            at = p * self.slab + row * self.pitch + token
+            first += part[at]
+            second += part[at + self.pitch]
+        return [first, second]
+
+    @cute.jit
+    def load_w(self, w0, g0, w1, g1, layout, ptr, bar, i):
+        with cute.arch.elect_one():
+            cute.arch.mbarrier_arrive_and_expect_tx(bar, self.stage)
+        self.copy(w0, g0, layout, ptr, bar, i, cu.EVICT_FIRST)
+        if cutlass.const_expr(self.halves == 2):
+            self.copy(w1, g1, layout, ptr + self.wbox // 2, bar, i, cu.EVICT_FIRST)
+
+    @cute.jit
+    def copy(self, atom, g, layout, ptr, bar, i, hint: cutlass.Constexpr):
+        s = cute.make_tensor(cute.recast_ptr(ptr, layout.inner, dtype=BFloat16), layout.outer)
+        sp, gp = cpasync.tma_partition(
+            atom, 0, cute.make_layout(1), cute.group_modes(s, 0, 3), cute.group_modes(g[None, None, None, i], 0, 3)
+        )
+        # cute.copy elects a lane itself
+        cute.copy(atom, gp, sp, tma_bar_ptr=bar, cache_policy=Int64(hint))
+
+
+TilesKernel.kernel.set_name_prefix("k3_stream_projection_tiles", keep_mangled_name=False)
