@@ -101,9 +101,7 @@ class Context:
     def write_steps(self, steps: list[LedgerStep], *, arm: str, cell: CellKey | None, info: EngineInfo) -> None:
         proof = evidence(info)
         for step in steps:
-            self.write(
-                step_record(step, unit=self.unit.name, attempt=self.attempt, arm=arm, cell=cell, evidence=proof)
-            )
+            self.write(step_record(step, unit=self.unit.name, attempt=self.attempt, arm=arm, cell=cell, evidence=proof))
 
     def write_generation(
         self, request: Request, done: Completion, *, run: str, arm: str, cell: CellKey | None, info: EngineInfo

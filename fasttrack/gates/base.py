@@ -98,13 +98,15 @@ def group_by(records: Iterable[R], key: Callable[[R], Any]) -> dict[Any, list[R]
 
 
 def some(names: Iterable[object], most: int = 3) -> str:
-    """``names`` for a sentence: the first few, and how many more. Sets are sorted: their order changes from run to run."""
+    """``names`` for a sentence: the first few, and how many more. Sets are sorted: their order is not stable."""
     listed = sorted(map(str, names)) if isinstance(names, (set, frozenset)) else [str(name) for name in names]
     more = f" and {len(listed) - most} more" if len(listed) > most else ""
     return ", ".join(listed[:most]) + more
 
 
-def configuration_differences(one: Mapping[str, Any], other: Mapping[str, Any], ignore: Iterable[str] = ()) -> list[str]:
+def configuration_differences(
+    one: Mapping[str, Any], other: Mapping[str, Any], ignore: Iterable[str] = ()
+) -> list[str]:
     """Keys whose values differ, as ``key: a / b``."""
     keys = [k for k in dict.fromkeys([*one, *other]) if k not in set(ignore)]
     return [f"{k}: {one.get(k)!r} / {other.get(k)!r}" for k in keys if one.get(k) != other.get(k)]

@@ -1,0 +1,57 @@
+"""Evals: teacher-forced error to the oracle, then task scores through lm-eval."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from fasttrack.checks import fidelity
+from fasttrack.checks.base import Context, Unit, cells_of
+from fasttrack.records import CellKey
+from fasttrack.tasks.data import check_source
+
+if TYPE_CHECKING:
+    from fasttrack.manifest.model import Manifest
+
+MAX_BATCH = 8  #: teacher-forced sequences per batch
+
+
+class EvalsCheck:
+    name = "evals"
+
+    def units(self, manifest: Manifest, tier: str) -> list[Unit]:
+        """Raises :class:`fasttrack.errors.UsageError` for a task whose data cannot be used."""
+        knobs = manifest.tier(tier)
+        cells = [cell for cell in cells_of(manifest, tier) if cell.step == "decode"]
+        forced: dict[tuple[int, int, str], CellKey] = {}
+        for cell in cells:
+            key = (cell.tp, cell.dcp, cell.context)
+            if key not in forced or forced[key].requests < cell.requests <= MAX_BATCH:
+                forced[key] = cell
+        cost = 0.02 * knobs.fidelity_sequences * knobs.fidelity_tokens
+        units = [
+            Unit(f"evals/fidelity/{cell}", self.name, cell, ("oracle", "stock", "optimized"), cost)
+            for cell in forced.values()
+        ]
+        for task in manifest.tasks:
+            check_source(task)
+            cost = 5.0 + 0.01 * knobs.task_items * knobs.task_repeats * knobs.task_tokens
+            units += [
+                Unit(
+                    f"evals/task/{task.name}/{arm}",
+                    self.name,
+                    cells[0] if cells else None,
+                    (arm,),
+                    cost,
+                    {"task": task.name},
+                )
+                for arm in ("stock", "optimized")
+            ]
+        return units
+
+    def run(self, unit: Unit, ctx: Context) -> None:
+        if unit.name.startswith("evals/fidelity/"):
+            fidelity.run(unit, ctx)
+        else:
+            from fasttrack.checks import task_scores  # loads lm-eval, which takes seconds
+
+            task_scores.run(unit, ctx)

@@ -1,0 +1,136 @@
+"""An engine as lm-eval sees it, with what lm-eval's samples leave out: finish reasons and token counts.
+
+Importing this module imports lm-eval, which takes seconds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from lm_eval.api.model import LM
+
+from fasttrack.target import Completion, Engine, Request, Sampling
+
+
+@dataclass
+class Observation:
+    """One request of a task item. ``text`` is what lm-eval got; empty for items that do not fit the context."""
+
+    prompt: str
+    finish_reason: str  #: "stop", "length", "abort", "scored" (log-likelihood), "skipped" (above the context)
+    output_tokens: int
+    text: str = ""
+
+
+class EngineLM(LM):
+    """``max_tokens`` caps every generation, whatever the task asks for. ``seed_of(doc, repeat)`` seeds sampling.
+
+    Observations are kept per task item: ``observations[doc_id]`` in the order of the item's requests.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        *,
+        run: str,
+        max_tokens: int,
+        temperature: float = 0.0,
+        seed_of: Callable[[int], int] = lambda doc: doc,
+    ) -> None:
+        super().__init__()
+        self.engine, self.run, self.max_tokens, self.temperature, self.seed_of = (
+            engine,
+            run,
+            max_tokens,
+            temperature,
+            seed_of,
+        )
+        self.max_context = engine.info().max_context
+        self.observations: dict[int, list[Observation]] = {}
+
+    def generate_until(self, requests: list[Any]) -> list[str]:
+        wanted: list[Request | None] = []
+        for number, instance in enumerate(requests):
+            context, options = instance.args
+            prompt = tuple(self.engine.encode(context))
+            tokens = min(self.max_tokens, int(options.get("max_gen_toks", self.max_tokens)))
+            stop = options.get("until") or []
+            sampling = Sampling(
+                temperature=self.temperature,
+                seed=self.seed_of(instance.doc_id),
+                stop=tuple([stop] if isinstance(stop, str) else stop),
+            )
+            fits = 0 < len(prompt) <= self.max_context - tokens
+            wanted.append(Request(f"g{number}", prompt, tokens, sampling) if fits else None)
+        answers = self._generate(wanted, "generate")
+        texts = []
+        for instance, request, done in zip(requests, wanted, answers, strict=True):
+            text = _before_stop(done.text, request.sampling.stop) if done and request else ""
+            reason, count = (done.finish_reason, len(done.token_ids)) if done else ("skipped", 0)
+            self._observe(instance, Observation(instance.args[0], reason, count, text))
+            texts.append(text)
+        return texts
+
+    def loglikelihood(self, requests: list[Any]) -> list[tuple[float, bool]]:
+        wanted: list[Request | None] = []
+        for number, instance in enumerate(requests):
+            context, continuation = instance.args
+            whole = self.engine.encode(context + continuation)
+            # The boundary is where the context's own tokens end; an empty context leaves the first token unscored.
+            split = max(1, min(len(self.engine.encode(context)), len(whole) - 1))
+            forced = tuple(whole[split:])
+            fits = bool(forced) and len(whole) <= self.max_context
+            request = Request(
+                f"l{number}", tuple(whole[:split]), len(forced), Sampling(logprobs=1, ignore_eos=True), forced=forced
+            )
+            wanted.append(request if fits else None)
+        answers = self._generate(wanted, "score")
+        results = []
+        for instance, request, done in zip(requests, wanted, answers, strict=True):
+            results.append(_score(request, done) if request and done else (float("-inf"), False))
+            reason = "scored" if done else "skipped"
+            self._observe(instance, Observation(instance.args[0], reason, len(request.forced) if request else 0))
+        return results
+
+    def loglikelihood_rolling(self, requests: list[Any]) -> list[float]:
+        """Log-likelihood of a text given its first token; longer texts in windows that overlap by one token."""
+        totals = []
+        for number, instance in enumerate(requests):
+            tokens = self.engine.encode(instance.args[0])
+            window = self.max_context
+            pieces: list[Request | None] = []
+            for start in range(0, max(0, len(tokens) - 1), window - 1):
+                piece = tokens[start : start + window]
+                sampling = Sampling(logprobs=1, ignore_eos=True)
+                pieces.append(
+                    Request(f"r{number}.{start}", (piece[0],), len(piece) - 1, sampling, forced=tuple(piece[1:]))
+                )
+            answers = self._generate(pieces, f"rolling{number}")
+            totals.append(sum(_score(p, a)[0] for p, a in zip(pieces, answers, strict=True) if p and a))
+            self._observe(instance, Observation(instance.args[0], "scored", max(0, len(tokens) - 1)))
+        return totals
+
+    def _generate(self, wanted: list[Request | None], what: str) -> list[Completion | None]:
+        done = iter(self.engine.generate([r for r in wanted if r], run=f"{self.run}/{what}") if any(wanted) else [])
+        return [next(done) if request else None for request in wanted]
+
+    def _observe(self, instance: Any, observation: Observation) -> None:
+        self.observations.setdefault(instance.doc_id, []).append(observation)
+
+
+def _score(request: Request, done: Completion) -> tuple[float, bool]:
+    if done.logprobs is None or tuple(done.token_ids) != request.forced:
+        raise ValueError("the engine did not emit the forced tokens with their log-probabilities")
+    best = done.top_logprobs or []
+    greedy = len(best) == len(request.forced) and all(
+        max(top, key=lambda t: top[t]) == token for top, token in zip(best, request.forced, strict=True)
+    )
+    return sum(done.logprobs), greedy
+
+
+def _before_stop(text: str, stop: tuple[str, ...]) -> str:
+    """Engines may or may not include the stop string that ended a generation; lm-eval wants it gone."""
+    ends = [position for s in stop if s and (position := text.find(s)) >= 0]
+    return text[: min(ends)] if ends else text
