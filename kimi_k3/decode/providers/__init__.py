@@ -1,0 +1,1 @@
+"""Implementations of the ops. The torch ones run anywhere and reproduce the declared rounding points."""
