@@ -59,3 +59,5 @@ MAX_ROWS = 64
 TENSOR_PARALLEL = (1, 2, 8, 16)
 DRAFT_LENGTHS = (0, 3, 4, 5, 6, 7)
 CONTEXT_PARALLEL = ("1", "tp")
+
+PRECISIONS = ("bf16", "bf16-kvfp8", "fp32", "fp64")  #: of ``kimi_k3.reference.precision``

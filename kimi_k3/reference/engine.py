@@ -79,7 +79,7 @@ class EngineOptions:
     tp: int = 1
     dcp: int = 1
     draft_length: int = 0
-    provider: str = "torch"
+    provider: str = "auto"
     max_requests: int = 64
     max_context: int = 4096
     max_tokens_per_step: int = 1024
@@ -148,16 +148,7 @@ class EmbeddedEngine:
         )
         self.executor = executor
         if executor is None and options.decode_backend == SWITCH_ON:
-            from kimi_k3.decode.executor import Executor  # only here: off means off
-
-            self.executor = Executor(
-                model,
-                self.caches,
-                tp=options.tp,
-                dcp=options.dcp,
-                draft_length=options.draft_length,
-                provider=options.provider,
-            )
+            self.executor = _executor(model, self.caches, options)
 
     def _new_scheduler(self) -> None:
         options = self.options
@@ -367,6 +358,20 @@ class EmbeddedEngine:
             entry.slots, entry.rank_hashes = list(did.slots), list(did.rank_hashes)
             entry.padded_rows = did.padded_rows
         return entry
+
+
+def _executor(model: Any, caches: Caches, options: EngineOptions) -> StepExecutor:
+    from kimi_k3.decode.executor import Executor  # only here: off means off
+
+    return Executor(
+        model,
+        caches,
+        tp=options.tp,
+        dcp=options.dcp,
+        draft_length=options.draft_length,
+        provider=options.provider,
+        max_context=options.max_context,
+    )
 
 
 def _rows(scheduled: ScheduledRequest) -> RequestRows:

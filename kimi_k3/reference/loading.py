@@ -1,0 +1,68 @@
+"""From an engine's ``checkpoint`` option to weights: a tiny preset with seeded weights, or a folder."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from kimi_k3.reference.checkpoint import CheckpointError, load_checkpoint
+from kimi_k3.reference.config import PRESETS, KimiK3Config
+from kimi_k3.reference.init import random_weights
+from kimi_k3.reference.released_config import to_released
+from kimi_k3.reference.roster import roster
+from kimi_k3.reference.tokenizer import TextCodec
+from kimi_k3.reference.weights import ModelWeights
+
+#: Presets whose random weights fit any machine.
+TINY = tuple(name for name in PRESETS if name.startswith("tiny"))
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    config: KimiK3Config
+    weights: ModelWeights  #: on the CPU, shared between engines: not to be changed
+    digest: str  #: SHA-256 hex of configuration and tensors
+    codec: TextCodec
+
+
+def weights_digest(config: KimiK3Config, weights: ModelWeights) -> str:
+    """What :func:`kimi_k3.reference.checkpoint.checkpoint_digest` gives for these weights once saved."""
+    digest = hashlib.sha256(json.dumps(to_released(config), sort_keys=True).encode())
+    for spec in sorted(roster(config), key=lambda s: s.name):
+        value: Any = weights
+        for step in spec.path:
+            value = value[step] if isinstance(step, int) else getattr(value, step)
+        if spec.expert is not None:
+            value = value[spec.expert]
+        digest.update(f"{spec.name} {str(spec.dtype).removeprefix('torch.')} {list(spec.shape)}\n".encode())
+        digest.update(value.cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
+
+
+@lru_cache(maxsize=2)
+def open_checkpoint(name: str, seed: int = 0) -> Checkpoint:
+    """``name``: a preset of :data:`TINY`, with random weights of ``seed``, or the path of a checkpoint folder.
+
+    Raises :class:`CheckpointError` naming the file. The result is cached: the arms of one run share it.
+    """
+    if name in TINY:
+        config, codec = PRESETS[name], TextCodec()
+        weights = random_weights(config, seed)
+    else:
+        folder = Path(name)
+        if not folder.is_dir():
+            raise CheckpointError(f"checkpoint {name!r}: no such folder; expected a folder or {', '.join(TINY)}")
+        config, weights = load_checkpoint(folder)
+        codec = TextCodec.load(folder)
+        if codec.vocab_size > config.vocab_size:
+            raise CheckpointError(
+                f"{folder}: the tokenizer has {codec.vocab_size} entries, the model {config.vocab_size}; "
+                "expected a tokenizer.json of this model"
+            )
+    return Checkpoint(config, weights, weights_digest(config, weights), codec)
