@@ -88,10 +88,10 @@ class EngineLM(LM):
             wanted.append(request if fits else None)
         answers = self._generate(wanted, "score")
         results = []
-        for instance, request, done in zip(requests, wanted, answers, strict=True):
-            results.append(_score(request, done) if request and done else (float("-inf"), False))
+        for instance, asked, done in zip(requests, wanted, answers, strict=True):
+            results.append(_score(asked, done) if asked and done else (float("-inf"), False))
             reason = "scored" if done else "skipped"
-            self._observe(instance, Observation(instance.args[0], reason, len(request.forced) if request else 0))
+            self._observe(instance, Observation(instance.args[0], reason, len(asked.forced) if asked else 0))
         return results
 
     def loglikelihood_rolling(self, requests: list[Any]) -> list[float]:

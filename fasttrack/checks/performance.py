@@ -71,7 +71,11 @@ def _measure(
     run = f"{ctx.unit.name}/{arm}/{repeat}"
     times: dict[int, float] = {}
     start = time.perf_counter()
-    completions = engine.generate(requests, run=run, on_step=lambda index: times.setdefault(index, time.perf_counter()))
+
+    def ended(index: int) -> None:
+        times[index] = time.perf_counter()
+
+    completions = engine.generate(requests, run=run, on_step=ended)
     steps = engine.drain_ledger()
     ctx.write_steps(steps, arm=arm, cell=cell, info=info)
     for request, completion in zip(requests, completions, strict=True):

@@ -6,23 +6,27 @@ from collections.abc import Sequence
 from typing import Any, Literal
 
 from fasttrack.errors import UsageError
-from fasttrack.gates import evals, isolation, numerics, performance, witnesses
 from fasttrack.gates.base import Gate, GateResult, Number, Scope, Verdict
+from fasttrack.gates.evals import fidelity, task_scores
+from fasttrack.gates.isolation import a_a, off_is_off, probes, refusals, scope_coverage
+from fasttrack.gates.numerics import error, poison
+from fasttrack.gates.performance import accounting, speedup
+from fasttrack.gates.witnesses import agreement, rank_agreement
 
 GATES: dict[str, Gate] = {
-    "numerics.error": numerics.error,
-    "numerics.poison": numerics.poison,
-    "isolation.scope_coverage": isolation.scope_coverage,
-    "isolation.probes": isolation.probes,
-    "isolation.witnesses": witnesses.agreement,
-    "isolation.rank_agreement": witnesses.rank_agreement,
-    "isolation.off_is_off": isolation.off_is_off,
-    "isolation.a_a": isolation.a_a,
-    "isolation.refusals": isolation.refusals,
-    "evals.fidelity": evals.fidelity,
-    "evals.task_scores": evals.task_scores,
-    "performance.accounting": performance.accounting,
-    "performance.speedup": performance.speedup,
+    "numerics.error": error,
+    "numerics.poison": poison,
+    "isolation.scope_coverage": scope_coverage,
+    "isolation.probes": probes,
+    "isolation.witnesses": agreement,
+    "isolation.rank_agreement": rank_agreement,
+    "isolation.off_is_off": off_is_off,
+    "isolation.a_a": a_a,
+    "isolation.refusals": refusals,
+    "evals.fidelity": fidelity,
+    "evals.task_scores": task_scores,
+    "performance.accounting": accounting,
+    "performance.speedup": speedup,
 }
 
 Overall = Literal["pass", "fail", "inconclusive"]

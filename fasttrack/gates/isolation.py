@@ -50,7 +50,7 @@ def probes(scope: Scope, records: Sequence[Any]) -> GateResult:
     name = "isolation.probes"
     wanted = scope.probes()
     steps = select(records, StepRecord, arm="optimized")
-    if not wanted or not (steps or select(records, RefusalRecord)):
+    if not wanted or not (steps or units_of(records, "isolation/probe")):
         what = "No step of the optimised arm was recorded." if wanted else "The manifest has no probes."
         return GateResult(gate=name, verdict="not_run", reason=what)
     outside = [
