@@ -97,10 +97,15 @@ def load_run(read: Read) -> Run:
     """Parse the documents of a run. Raises :class:`BundleError` for the first that cannot be used."""
     raw = read(MANIFEST)
     info = parse_run_info(read(RUN))
-    environment = parse_json(read(ENVIRONMENT), where=ENVIRONMENT)
+    environment = parse_environment(read(ENVIRONMENT))
+    return Run(parse_manifest(raw), digest(raw), info, environment, parse_journal(read(JOURNAL)))
+
+
+def parse_environment(data: bytes) -> dict[str, Any]:
+    environment = parse_json(data, where=ENVIRONMENT)
     if not isinstance(environment, dict):
         raise BundleError(f"{ENVIRONMENT}: is not a JSON object")
-    return Run(parse_manifest(raw), digest(raw), info, environment, parse_journal(read(JOURNAL)))
+    return environment
 
 
 def parse_manifest(raw: bytes) -> Manifest:

@@ -22,6 +22,7 @@ from fasttrack.bundle.content import (
     Records,
     Run,
     load_records,
+    parse_environment,
     parse_manifest,
     parse_run_info,
 )
@@ -157,11 +158,9 @@ def _parse_run(found: Verification, contents: Mapping[str, bytes]) -> Run | None
 
     manifest = parse(MANIFEST, parse_manifest)
     info = parse(RUN, parse_run_info)
-    environment = parse(ENVIRONMENT, lambda data: parse_json(data, where=ENVIRONMENT))
+    environment = parse(ENVIRONMENT, parse_environment)
     journal = parse(JOURNAL, parse_journal)
-    if ENVIRONMENT in contents and environment is not None and not isinstance(environment, dict):
-        found.problems.append(f"{ENVIRONMENT}: is not a JSON object")
-    if manifest is None or info is None or journal is None or not isinstance(environment, dict):
+    if manifest is None or info is None or environment is None or journal is None:
         return None
     return Run(manifest, digest_of(contents[MANIFEST]), info, environment, journal)
 
