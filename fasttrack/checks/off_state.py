@@ -13,6 +13,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import fasttrack
 from fasttrack.checks.base import Context, Unit
 from fasttrack.checks.schedule import together
 from fasttrack.records import Evidence, OffStateRecord
@@ -81,9 +82,10 @@ def copy_without(package: str, modules: tuple[str, ...], folder: Path) -> None:
 
 def _fresh_process(job: dict[str, Any], first: str | None) -> dict[str, Any]:
     paths = [*([first] if first else []), *(str(Path(p).resolve()) for p in sys.path if p)]
+    paths.append(str(Path(fasttrack.__file__).parent.parent))
     done = subprocess.run(
         [sys.executable, "-m", "fasttrack.checks.off_probe"],
-        input=json.dumps(job),
+        input=json.dumps({**job, "copy": first}),
         capture_output=True,
         text=True,
         timeout=TIMEOUT_S,

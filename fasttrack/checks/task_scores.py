@@ -14,6 +14,8 @@ from fasttrack.manifest.model import TaskConfig
 from fasttrack.records import EvalItemRecord
 from fasttrack.tasks.data import GATED, METRICS, rows_for, write_task
 
+#: Generated prompts are not longer than this, or than the longest context of the unit's bucket, in characters.
+GENERATED_CHARS = 512
 SAMPLING_TEMPERATURE = 1.0  #: of repeats; a single repeat is greedy
 
 
@@ -25,11 +27,12 @@ def run(unit: Unit, ctx: Context) -> None:
     task = next(t for t in ctx.scope.manifest.tasks if t.name == unit.params["task"])
     arm, knobs, cell = unit.arms[0], ctx.scope.knobs, unit.cell
     engine, info = ctx.engine_for(arm, cell) if cell else ctx.engine(arm)
+    longest = ctx.scope.bucket(cell.context).max if cell else GENERATED_CHARS
     rows = rows_for(
         task,
         items=knobs.task_items,
         seed=ctx.seed(f"evals/task/{task.name}"),
-        max_chars=info.max_context - knobs.task_tokens,
+        max_chars=min(info.max_context, max(GENERATED_CHARS, longest)) - knobs.task_tokens,
     )
     folder = ctx.workdir / "tasks" / f"{task.name}-{arm}"
     name = write_task(task, rows, folder)
@@ -44,7 +47,9 @@ def run(unit: Unit, ctx: Context) -> None:
             engine,
             run=f"{unit.name}/{repeat}",
             max_tokens=knobs.task_tokens,
-            temperature=SAMPLING_TEMPERATURE if knobs.task_repeats > 1 else 0.0,
+            temperature=#: Generated prompts are not longer than this, or than the longest context of the unit's bucket, in characters.
+GENERATED_CHARS = 512
+SAMPLING_TEMPERATURE if knobs.task_repeats > 1 else 0.0,
             seed_of=seed_of,
         )
         samples = evaluate(lm, name, folder)
@@ -57,16 +62,22 @@ def run(unit: Unit, ctx: Context) -> None:
 def evaluate(lm: Any, name: str, folder: Path) -> list[dict[str, Any]]:
     """lm-eval's logged samples of one task whose YAML file lies in ``folder``, in the order of its data."""
     import datasets
+    import lm_eval.api.task
     from lm_eval.evaluator import evaluate as lm_evaluate
     from lm_eval.tasks import TaskManager
 
     datasets.disable_progress_bars()
+    lm_eval.api.task.tqdm = _no_bar  # its bars would run through ours
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
     manager = TaskManager(include_path=str(folder), include_defaults=False)
     result = lm_evaluate(lm=lm, task_dict=manager.load([name]), bootstrap_iters=0, log_samples=True)
     if result is None or not result["samples"][name]:
         raise UsageError("no items", where=str(folder), expected="a data file with at least one row")
     return list(result["samples"][name])
+
+
+def _no_bar(items: Any, *_: object, **__: object) -> Any:
+    return items
 
 
 def _record(
