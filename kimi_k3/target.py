@@ -45,6 +45,7 @@ ENGINE_OPTIONS: dict[str, Any] = {
     "checkpoint_seed": 0,
     "precision": "bf16",
     "device": "cpu",
+    "threads": None,  #: of torch, for the whole process; 1 for the tiny presets, whose matrices gain nothing
     "provider": "auto",
     "schedule": "mixed",
     "page_size": 16,
@@ -193,6 +194,7 @@ class KimiK3Target:
         from kimi_k3.reference.engine import EmbeddedEngine, OptionError
         from kimi_k3.reference.loading import open_checkpoint
 
+        _set_threads(options)
         try:
             checkpoint = open_checkpoint(options["checkpoint"], options["checkpoint_seed"])
             max_context = options["max_context"] or min(checkpoint.config.max_position_embeddings, MAX_CONTEXT)
@@ -207,7 +209,7 @@ class KimiK3Target:
             engine = EmbeddedEngine(model, checkpoint.codec, engine_options)
         except (OptionError, CheckpointError) as error:
             raise UsageError(str(error), where="engine.options") from None
-        shared = {name: value for name, value in options.items() if name not in ("max_tokens_per_step", "max_context")}
+        shared = {name: value for name, value in options.items() if name not in ("threads", "max_context")}
         return EmbeddedTargetEngine(engine, checkpoint, (_device_name(options["device"]),), shared)
 
     def numerics_cases(self, tier: str, options: Mapping[str, Any]) -> Iterable[NumericsCase]:
@@ -289,6 +291,19 @@ def _model(checkpoint: Checkpoint, precision: str, tp: int, device: str) -> Mode
         return Model(checkpoint.config, checkpoint.weights, PRECISIONS[precision], tp=tp, device=device)
     except ValueError as error:
         raise UsageError(str(error), where="tp", expected="a number of ranks that divides heads and widths") from None
+
+
+def _set_threads(options: Mapping[str, Any]) -> None:
+    """One thread also makes sums independent of how many cores a machine has."""
+    import torch
+
+    from kimi_k3.reference.loading import TINY
+
+    threads = options["threads"]
+    if threads is not None and threads < 1:
+        raise UsageError(f"{threads}", where="engine.options.threads", expected="at least 1")
+    if threads is not None or options["checkpoint"] in TINY:
+        torch.set_num_threads(threads or 1)
 
 
 def _device_name(device: str) -> str:

@@ -97,6 +97,8 @@ class EngineOptions:
         for name in ("max_requests", "max_context", "page_size", "tp", "dcp"):
             if getattr(self, name) < 1:
                 raise OptionError(f"{name} {getattr(self, name)}, expected at least 1")
+        if self.pages is not None and self.pages < 1:
+            raise OptionError(f"pages {self.pages}, expected at least 1")
         if self.max_tokens_per_step < (rows := self.max_requests * (1 + self.draft_length)):
             raise OptionError(
                 f"max_tokens_per_step {self.max_tokens_per_step}, expected at least {rows}: "
