@@ -1,0 +1,93 @@
+"""The executor's numerics cases, in the form the harness runs (duck-typed: the fields of its ``NumericsCase``)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from kimi_k3.decode.numerics import attention, experts, residual
+from kimi_k3.decode.numerics.bounded import Bounded
+from kimi_k3.decode.numerics.families import Draw
+from kimi_k3.decode.numerics.rig import CHANGED, OpCase, Rig, Shape
+from kimi_k3.decode.ops import NAMESPACE
+from kimi_k3.reference.config import TINY_A, KimiK3Config
+from kimi_k3.reference.precision import PRECISIONS
+
+#: (rows, true rows) of plain steps per tier: every one has padding where it can; 16 is the first two-phase size.
+ROWS = {
+    "smoke": ((1, 1), (8, 5), (16, 11)),
+    "standard": ((1, 1), (2, 2), (7, 7), (8, 5), (16, 11), (32, 19)),
+    "full": ((1, 1), (2, 2), (3, 3), (4, 4), (5, 5), (7, 7), (8, 5), (16, 11), (32, 19), (64, 33), (64, 64)),
+}
+
+#: (rows, true rows, rows per request) of verify steps: attention only, the other ops see rows.
+VERIFY = {"smoke": ((16, 8, 4),), "standard": ((16, 8, 4), (16, 8, 8)), "full": ((16, 8, 4), (60, 35, 5), (64, 40, 8))}
+
+TENSOR_PARALLEL = (8, 16)
+
+
+@dataclass(frozen=True)
+class Case:
+    op: str
+    name: str
+    provider: str
+    families: tuple[str, ...]
+    inputs: Callable[[str, int], dict[str, Any]]
+    run: Callable[[dict[str, Any], float], dict[str, Any]]
+    oracle: Callable[[dict[str, Any]], dict[str, Any]]
+    bound: Callable[[dict[str, Any], dict[str, Any]], dict[str, Any]]
+    bound_text: str
+    untouched: Callable[[dict[str, Any], dict[str, Any]], int]
+
+
+def bind(case: OpCase, provider: str = "torch") -> Case:
+    """An op case as the harness wants it."""
+
+    def inputs(family: str, seed: int) -> dict[str, Tensor]:
+        return case.draw(case.shape, Draw(family, seed, case.shape.rows))
+
+    def run(values: dict[str, Tensor], poison: float) -> dict[str, Tensor]:
+        rig = Rig(case.shape, provider, poison)
+        for tensor in values.values():
+            rig.guard(tensor)
+        outputs = dict(case.run(rig, values))
+        return {**outputs, CHANGED: rig.changed()}
+
+    def bounded(values: dict[str, Tensor]) -> Mapping[str, Bounded]:
+        return case.oracle(case.shape, values)
+
+    return Case(
+        op=f"{NAMESPACE}::{case.op}",
+        name=case.name,
+        provider=provider,
+        families=case.families,
+        inputs=inputs,
+        run=run,
+        oracle=lambda values: {name: b.value for name, b in bounded(values).items()},
+        bound=lambda values, oracle: {name: b.error for name, b in bounded(values).items()},
+        bound_text=case.text,
+        untouched=lambda values, outputs: int(outputs[CHANGED]),
+    )
+
+
+def op_cases(tier: str, config: KimiK3Config = TINY_A) -> Iterator[OpCase]:
+    """Every op at every tensor-parallel size and row count of the tier."""
+    if tier not in ROWS:
+        raise ValueError(f"unknown tier {tier!r}; expected one of {', '.join(ROWS)}")
+    precision = PRECISIONS["bf16"]
+    for tp in TENSOR_PARALLEL:
+        for rows, live in ROWS[tier]:
+            shape = Shape(config, precision, tp, rows, live)
+            for module in (residual, attention, experts):
+                yield from module.cases(shape)
+        for rows, live, query_len in VERIFY[tier]:
+            yield from attention.cases(Shape(config, precision, tp, rows, live, query_len))
+
+
+def numerics_cases(tier: str = "smoke", provider: str = "torch") -> Iterator[Case]:
+    """Cases of the executor's ops, served by ``provider``. FP64 oracles and bounds come with them."""
+    for case in op_cases(tier):
+        yield bind(case, provider)
