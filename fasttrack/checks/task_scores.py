@@ -47,9 +47,7 @@ def run(unit: Unit, ctx: Context) -> None:
             engine,
             run=f"{unit.name}/{repeat}",
             max_tokens=knobs.task_tokens,
-            temperature=#: Generated prompts are not longer than this, or than the longest context of the unit's bucket, in characters.
-GENERATED_CHARS = 512
-SAMPLING_TEMPERATURE if knobs.task_repeats > 1 else 0.0,
+            temperature=SAMPLING_TEMPERATURE if knobs.task_repeats > 1 else 0.0,
             seed_of=seed_of,
         )
         samples = evaluate(lm, name, folder)

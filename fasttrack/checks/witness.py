@@ -8,6 +8,7 @@ kernel belongs to the step that contains its launch (same correlation id), be it
 from __future__ import annotations
 
 import bisect
+import os
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -108,6 +109,7 @@ class StepProfiler:
         return self._profiler is not None
 
     def start(self) -> None:
+        os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # it logs every start and stop to stderr, over our bars
         import torch
 
         activities = [torch.profiler.ProfilerActivity.CPU]

@@ -8,7 +8,6 @@ from typing import Any
 
 from fasttrack.gates.base import GateResult, Number, Scope, Verdict, group_by, select, some, units_of
 from fasttrack.records import EvalItemRecord, FidelityRecord, StepRecord
-from fasttrack.stats.paired import score_bounds, t_bounds
 
 #: A KL divergence below this, per position, is rounding of the FP64 sum itself, in nats.
 KL_FLOOR = 1e-15
@@ -21,6 +20,8 @@ def fidelity(scope: Scope, records: Sequence[Any]) -> GateResult:
     The error of a sequence is the square root of its summed KL divergence, which grows linearly with
     the error of the logits; arms are compared by the mean log ratio over paired sequences.
     """
+    from fasttrack.stats.paired import t_bounds  # scipy takes half a second, and listing gates must not
+
     name = "evals.fidelity"
     found = select(records, FidelityRecord)
     by_cell = group_by(found, lambda r: str(r.cell))
@@ -115,6 +116,8 @@ def task_scores(scope: Scope, records: Sequence[Any]) -> GateResult:
 
 
 def _task(scope: Scope, task: str, own: list[EvalItemRecord]) -> tuple[tuple[Verdict, str], list[Number]]:
+    from fasttrack.stats.paired import score_bounds
+
     scores = {
         arm: {
             item: sum(r.score for r in group) / len(group) for item, group in group_by(of_arm, lambda r: r.item).items()
