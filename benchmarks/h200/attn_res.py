@@ -1,0 +1,93 @@
+"""Timing of the attention residual on one GPU: graph replays over sites with their own buffers (cold L2).
+
+``python -m benchmarks.h200.attn_res --out FILE [--sweep]``: pre-attention with eight saved blocks (the most) and with one,
+and the final site, rows 1 .. 64. ``--sweep`` times every candidate geometry.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from kimi_k3.kernels import bench
+from kimi_k3.kernels.attn_res import Settings
+from kimi_k3.kernels.attn_res_cases import moved_bytes
+from kimi_k3.kernels.attn_res_launch import PreparedAttnRes, choose
+
+SITES: dict[str, dict[str, Any]] = {
+    "pre8": {"stored": 8},
+    "pre1": {"stored": 1},
+    "open7": {"stored": 7, "opens": True},
+    "final": {"stored": 8, "final": True},
+}
+
+
+def candidates() -> list[Settings]:
+    plain = [Settings(7, 1), Settings(4, 1), Settings(2, 1), Settings(1, 2), Settings(2, 2), Settings(7, 1, 4)]
+    return [*plain, Settings(7, 1, 1, "entry"), Settings(7, 1, 1, "end"), Settings(2, 1, 1, "end")]
+
+
+def measure(site: str, rows: int, hidden: int, floor: float, sweep: bool) -> list[bench.Timing]:
+    kw = SITES[site]
+    size = moved_bytes(rows, hidden, kw["stored"], "add", kw.get("opens", False), False)
+    count = bench.distinct(size, total=400_000_000, most=256)
+    g = torch.Generator(device="cuda").manual_seed(1)
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=g, device="cuda").bfloat16()
+
+    delta, prefix = normal(count, rows, hidden), normal(count, rows, hidden)
+    blocks = normal(count, rows, 8, hidden)
+    query, gamma = normal(count, hidden).float() * hidden**-0.5, normal(count, hidden)
+    out = torch.empty(count, rows, hidden, dtype=torch.bfloat16, device="cuda")
+    delta *= 1e-3  # prefix grows by it with every replay
+    results = []
+    for s in candidates() if sweep else [choose(hidden, rows)]:
+        try:
+            kernels = [
+                PreparedAttnRes(query[i], gamma[i], rows=(rows,), settings=lambda *_, s=s: s, **kw)
+                for i in range(count)
+            ]
+
+            def launch(i: int, kernels: list[PreparedAttnRes] = kernels) -> None:
+                kernels[i].run(delta[i], prefix[i], blocks[i], None, out[i])
+
+            note = f" c{s.cluster} v{s.vectors} o{s.occupancy} {s.trigger}" if sweep else ""
+            t = bench.time_launches(
+                f"attn_res {site} H{hidden} M{rows}{note}", launch, count, bytes_per_launch=size, floor_tbps=floor,
+                extra={"site": site, "rows": rows, "hidden": hidden, "settings": asdict(s)},
+            )  # fmt: skip
+            results.append(t)
+        except Exception as e:
+            if not sweep:
+                raise
+            print(f"  {s}: {type(e).__name__}: {str(e).splitlines()[0][:120]}")
+    return sorted(results, key=lambda t: t.us) if sweep else results
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--sweep", action="store_true")
+    parser.add_argument("--rows", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32, 64])
+    parser.add_argument("--sites", nargs="+", default=list(SITES))
+    args = parser.parse_args()
+    floor = bench.read_floor()
+    timings: list[bench.Timing] = []
+    for site in args.sites:
+        for rows in args.rows:
+            found = measure(site, rows, 7168, floor, args.sweep)
+            print(bench.table(found), flush=True)
+            timings += found
+            torch.cuda.empty_cache()
+    bench.write(args.out, timings, floor, "attention residual, one site")
+    print(json.dumps({"written": str(args.out), "timings": len(timings)}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,151 @@
+"""Timing of the KDA decode core on one GPU: graph replays over layers with their own states and weights (cold L2).
+
+``python -m benchmarks.h200.kda_core --out FILE [--sweep] [--rows 1 2 ...] [--heads 12 6]``. Bytes are what a step must
+move (``kda_core_cases.moved_bytes``); the floors are a kernel that only reads and a device-to-device copy, same run.
+``--sweep`` times every candidate setting instead of the prepared one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterator
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from kimi_k3.kernels import bench
+from kimi_k3.kernels.cute_util import EVICT_FIRST
+from kimi_k3.kernels.kda_core import HEAD, Settings
+from kimi_k3.kernels.kda_core_cases import moved_bytes
+from kimi_k3.kernels.kda_core_launch import PreparedKdaCore, choose
+from kimi_k3.kernels.shapes import pad16
+
+GOALS = {"fraction_from_16_requests": 0.70, "us_at_1_request": 5.0}
+
+
+def pitch_of(heads: int) -> int:
+    return pad16(4 * heads * HEAD + HEAD + heads)
+
+
+class Layers:
+    """``count`` layers' weights, states and tables for ``requests`` requests of ``tokens`` rows."""
+
+    def __init__(self, heads: int, requests: int, tokens: int, columns: int, count: int) -> None:
+        self.heads, self.tokens, self.columns, self.count, self.requests = heads, tokens, columns, count, requests
+        width, dev = heads * HEAD, "cuda"
+        g = torch.Generator(device=dev).manual_seed(1)
+
+        def normal(*shape: int, scale: float = 1.0, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+            return (torch.randn(*shape, generator=g, device=dev) * scale).to(dtype)
+
+        self.pitch = pitch_of(heads)
+        per = max(1, columns)
+        slots = requests * per + 1
+        self.f_b = normal(count, width, HEAD, scale=HEAD**-0.5, dtype=torch.bfloat16)
+        self.conv_weight = normal(count, 3, 4, width, scale=0.5)
+        self.a_log = normal(count, heads, scale=0.5)
+        self.dt_bias = normal(count, width)
+        self.norm = 1 + normal(count, HEAD, scale=0.1)
+        self.state = [normal(slots, heads, HEAD, HEAD, scale=0.3) for _ in range(count)]
+        self.conv = normal(count, slots, 2 + per, 3 * width, dtype=torch.bfloat16)
+        self.projected = normal(requests * tokens, self.pitch, dtype=torch.bfloat16)
+        order = (torch.randperm(slots - 1, generator=g, device=dev) + 1).int()
+        self.slots = order.view(requests, per) if columns else order
+        self.accepted = torch.randint(1, per + 1, (requests,), generator=g, device=dev).int() if columns else None
+        self.out = torch.empty(count, requests * tokens, width, dtype=torch.bfloat16, device=dev)
+
+    def prepared(self, settings: Settings) -> list[PreparedKdaCore]:
+        made = []
+        for i in range(self.count):
+            p = PreparedKdaCore(
+                self.f_b[i], self.conv_weight[i], self.a_log[i].clone(), self.dt_bias[i], self.norm[i], pitch=self.pitch,
+                tokens=self.tokens, columns=self.columns, settings=lambda *_: settings,
+            )  # fmt: skip
+            p.prepare([self.requests])
+            made.append(p)
+        return made
+
+
+def candidates(heads: int, tokens: int, requests: int) -> Iterator[Settings]:
+    items = heads * requests
+    for cluster in (1, 2, 4, 8):
+        if items * cluster < 40 or items * cluster > 1600:
+            continue
+        for occupancy in (2, 3):
+            yield Settings(cluster=cluster, occupancy=occupancy)
+    best = choose(heads, tokens, requests)
+    yield replace(best, load_hint=0)
+    yield replace(best, store_hint=EVICT_FIRST)
+    yield replace(best, trigger="entry")
+    yield replace(best, trigger="end")
+
+
+def measure(heads: int, requests: int, tokens: int, columns: int, floor: float, sweep: bool) -> list[bench.Timing]:
+    size = moved_bytes(requests, tokens, heads, pitch_of(heads))
+    layers = Layers(heads, requests, tokens, columns, bench.distinct(size, most=256))
+    results = []
+    tried = set()
+    for s in candidates(heads, tokens, requests) if sweep else [choose(heads, tokens, requests)]:
+        if s in tried:
+            continue
+        tried.add(s)
+        try:
+            kernels = layers.prepared(s)
+
+            def launch(i: int, kernels: list[PreparedKdaCore] = kernels) -> None:
+                k = layers
+                kernels[i].run(k.projected, k.slots, k.accepted, k.conv[i], k.state[i], k.out[i])
+
+            note = (
+                f" c{s.cluster} o{s.occupancy} l{int(s.load_hint > 0)} s{int(s.store_hint > 0)} {s.trigger}"
+                if sweep
+                else ""
+            )
+            name = f"kda_core h{heads} B{requests} q{tokens}{'n' if columns else ''}{note}"
+            extra: dict[str, Any] = {"heads": heads, "requests": requests, "tokens": tokens, "settings": asdict(s)}
+            t = bench.time_launches(name, launch, layers.count, bytes_per_launch=size, floor_tbps=floor, extra=extra)
+            results.append(t)
+        except Exception as e:  # a setting that does not fit is a result of the sweep, not its end
+            if not sweep:
+                raise
+            print(f"  {s}: {type(e).__name__}: {str(e).splitlines()[0][:120]}")
+    return sorted(results, key=lambda t: t.us) if sweep else results
+
+
+def copy_floor() -> float:
+    """TB/s of a device-to-device copy, bytes read plus bytes written."""
+    a = torch.empty(2_000_000_000, dtype=torch.uint8, device="cuda").random_(0, 255)
+    b = torch.empty_like(a)
+    us, _, _ = bench.time_graph(bench.graph_of(lambda _: b.copy_(a), 1), 1, 20)
+    return 2 * a.numel() / us / 1e6
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--sweep", action="store_true")
+    parser.add_argument("--heads", type=int, nargs="+", default=[12, 6])
+    parser.add_argument("--rows", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32, 64])
+    parser.add_argument("--verify", type=int, nargs="*", default=[], help="tokens per request, of a table of 8 slots")
+    args = parser.parse_args()
+    floor, copy = bench.read_floor(), copy_floor()
+    print(f"read {floor:.3f} TB/s, copy {copy:.3f} TB/s", flush=True)
+    timings: list[bench.Timing] = []
+    for heads in args.heads:
+        for tokens, columns in [(1, 0), *((t, 8) for t in args.verify)]:
+            for rows in args.rows:
+                if rows % tokens:
+                    continue
+                found = measure(heads, rows // tokens, tokens, columns, floor, args.sweep)
+                print(bench.table(found), flush=True)
+                timings += found
+                torch.cuda.empty_cache()
+    bench.write(args.out, timings, floor, "KDA decode core, one layer", copy_TBps=round(copy, 4), goals=GOALS)
+    print(json.dumps({"written": str(args.out), "timings": len(timings)}))
+
+
+if __name__ == "__main__":
+    main()
