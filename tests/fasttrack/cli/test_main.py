@@ -41,7 +41,7 @@ def test_help_needs_no_torch_and_no_other_verb():
     ("arguments", "words"),
     [
         (["nope"], "nope"),
-        (["validate"], "MANIFEST"),
+        (["validate"], "manifest"),
         (["validate", "none.yaml"], "none.yaml: no such file"),
         (["validate", "none.yaml", "--head", "xyz"], "--head"),
         (["plan", "configs"], "configs"),

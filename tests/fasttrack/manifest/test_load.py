@@ -52,7 +52,7 @@ def test_published_rows_are_named_cells_and_two_experiments_stay_apart():
 @pytest.mark.parametrize(
     ("data", "line", "words"),
     [
-        (changed(speed=1), 20, ["speed", "unknown key"]),
+        (changed(speed=1), 19, ["speed", "unknown key"]),
         (changed(schema_version=2), 1, ["schema_version", "newer"]),
         (changed(scope=[{"name": "r", "tp": [8], "requests": [65]}]), 10, ["requests", "65", "64"]),
         (changed(scope=[{"name": "r", "tp": [3], "requests": [1]}]), 8, ["tp", "TP 3", "8"]),
@@ -61,9 +61,9 @@ def test_published_rows_are_named_cells_and_two_experiments_stay_apart():
         (changed(scope=[{"name": "r", "tp": [8], "requests": [1], "dcp": [2]}]), 12, ["dcp", "1 or tp"]),
         (changed(scope=[{"name": "r", "tp": [8], "requests": [1], "context": ["long"]}]), 12, ["'long'", "short"]),
         ({k: v for k, v in GOOD.items() if k != "engine"}, 1, ["engine", "missing"]),
-        (changed(hardware={"accelerator": "none", "count": 3}), 20, ["hardware", "count must be 0"]),
-        (changed(probes=[{"name": "p", "step": "decode", "tp": 8, "requests": 65, "reason": "moon"}]), 25, ["'moon'"]),
-        (changed(features=["levitation"]), 21, ["levitation"]),
+        (changed(hardware={"accelerator": "none", "count": 3}), 19, ["hardware", "count must be 0"]),
+        (changed(probes=[{"name": "p", "step": "decode", "tp": 8, "requests": 65, "reason": "moon"}]), 24, ["'moon'"]),
+        (changed(features=["levitation"]), 20, ["levitation"]),
     ],
 )
 def test_a_wrong_field_is_named_with_its_line(tmp_path: Path, data: dict, line: int, words: list[str]):
