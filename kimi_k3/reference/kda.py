@@ -168,8 +168,6 @@ class KDA:
             live = slots[:, 0] > NULL_SLOT
             fresh = (group.context == 0) | ~live
             accepted = batch.accepted[group.requests].clamp(min=1)  # padding may say 0
-            if group.prefill:  # a prompt chunk continues from the state its predecessor left in the first slot
-                accepted = torch.ones_like(accepted)
             window = self._window(group.gather(inputs.qkv), conv, slots[:, 0], accepted, fresh)
             self._write_conv(group, window, conv, slots[:, 0], live)
             q, k, v, g, beta = self._gates(group, window, group.gather(inputs.decay), group.gather(inputs.beta))

@@ -114,17 +114,19 @@ def test_mixed_batch_equals_separate_batches(name: str) -> None:
     m = model(name)
     together, alone = (Driver(m, requests=6, draft_length=7, seed=s) for s in (0, 1))
     prompts = {r: tokens(5 + 3 * r, seed=r) for r in range(5)}
+    together.step(prompts)
+    for r, ids in prompts.items():
+        alone.step({r: ids})
     for driver in (together, alone):
-        driver.step(prompts)
         driver.step({3: tokens(8, seed=20)})
         driver.reject(3, 3)
     rows = {
         2: tokens(1, seed=30),
         5: tokens(17, seed=31),
         3: tokens(8, seed=32),
-        0: tokens(6, seed=33),
+        0: tokens(7, seed=33),
         1: tokens(3, seed=34),
-        4: tokens(2, seed=35),
+        4: tokens(4, seed=35),  # padded to the length of request 0
     }
     mixed = together.step(rows, prefill={5, 0, 4})
     for r, ids in rows.items():
@@ -133,13 +135,14 @@ def test_mixed_batch_equals_separate_batches(name: str) -> None:
 
 
 @both
-def test_padding_writes_nothing_and_changes_nothing(name: str) -> None:
-    m = model(name)
+@pytest.mark.parametrize("prefill", [False, True])
+def test_padding_writes_nothing_and_changes_nothing(name: str, prefill: bool) -> None:
+    m, kind_of = model(name), {0, 1, 2} if prefill else set()
     padded, plain = Driver(m, requests=3, draft_length=1), Driver(m, requests=3, draft_length=1)
     for driver in (padded, plain):
         driver.step({r: tokens(4 + r, seed=r) for r in range(3)})
-    expected = plain.step({0: [1, 2], 1: [3, 4], 2: [5, 6]})
-    batch = padded.batch({0: [1, 2], 1: [3, 4], 2: [5, 6]})
+    expected = plain.step({0: [1, 2], 1: [3, 4], 2: [5, 6]}, kind_of)
+    batch = padded.batch({0: [1, 2], 1: [3, 4], 2: [5, 6]}, kind_of)
     batch.slot_mapping[4:] = -1
     batch.block_tables[2] = -1
     batch.state_slots[2] = NULL_SLOT
@@ -153,7 +156,7 @@ def test_padding_writes_nothing_and_changes_nothing(name: str) -> None:
     close(hidden[:4], torch.cat([expected[0], expected[1]]))
     for r in (0, 1):
         padded.context[r] += 2
-        padded.accepted[r] = 2
+        padded.accepted[r] = 1 if prefill else 2
         same_state(padded, plain, r)
     for kind, layers in before.items():
         for layer, old in layers.items():
