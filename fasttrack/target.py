@@ -245,12 +245,14 @@ class Target(Protocol):
 @dataclass(frozen=True)
 class KernelParameter:
     """One kernel parameter in launch-argument order. ``role``: weight, activation, state, table, mailbox,
-    output, scratch or scalar. ``early``: may be read before the dependency wait, for ``reason``."""
+    output, scratch or scalar. ``early``: may be read before the dependency wait, for ``reason``. ``buffer``: name of
+    the memory where kernels of one schedule share it; default: the parameter's name."""
 
     name: str
     role: str
     early: bool = False
     reason: str = ""
+    buffer: str = ""
 
 
 @dataclass(frozen=True)

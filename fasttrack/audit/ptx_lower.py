@@ -6,8 +6,8 @@ import re
 from dataclasses import dataclass
 
 from fasttrack.audit import ptx_text
-from fasttrack.audit.ir import Function, Instruction, Leaf, Operand, Parameter, Sync
-from fasttrack.audit.ptx_memory import accesses_of, sync_of
+from fasttrack.audit.ir import Access, Function, Instruction, Leaf, Operand, Parameter, Sync
+from fasttrack.audit.ptx_memory import accesses_of, address_of, sync_of
 from fasttrack.audit.ptx_text import Body, Module, Statement
 from fasttrack.errors import UsageError
 
@@ -183,7 +183,8 @@ class _Lowering:
                 if space == "param":
                     out.append(Leaf("cell", token + frame.suffix))
                 elif space:
-                    out.append(Leaf("local" if space == "local" else "symbol", token + frame.suffix * (space == "local")))
+                    kind = "symbol" if space == "global" else space
+                    out.append(Leaf(kind, token + frame.suffix * (space == "local")))
                 elif re.match(r"[0-9]|WARP_SZ", token) is None and re.fullmatch(r"[$A-Za-z_][\w$]*", token):
                     out.append(Leaf("symbol", token))
         return out
@@ -242,7 +243,7 @@ class _Lowering:
         rest = [a for p in parts[1:] for a in p]
         last = s.opcode.rsplit(".", 1)[-1]
         if base in ("ld", "ldu") and ".param" in s.opcode:
-            ins.op, ins.args = "copy", self._parameter(parts[1])
+            self._parameter(ins, s, parts[1])
         elif base in ("ld", "ldu", "atom", "multimem", "tex", "suld", "ldmatrix", "wmma"):
             ins.op, ins.args = "load", tuple(a for a in rest if isinstance(a, str))
         elif base == "cvt":
@@ -254,23 +255,27 @@ class _Lowering:
             ins.op, ins.args = "other", (Leaf("special", "laneid"),)
         elif base == "shfl":
             ins.op, ins.args = "copy", tuple(parts[1])
+        elif base == "mov" and "{" in s.operands[0] + s.operands[1]:
+            ins.op, ins.args = "pack", tuple(rest)
         else:
             op = _OPS.get(base, "other")
             if op in ("add", "sub", "mul", "mad", "select") and _FLOAT.match(last):
                 op = "other"
             ins.op, ins.args = op, tuple(rest)
 
-    def _parameter(self, address: list[Operand]) -> tuple[Operand, ...]:
-        """Value(s) at an address in parameter space."""
+    def _parameter(self, ins: Instruction, s: Statement, address: list[Operand]) -> None:
+        """A read of parameter space: one value per result."""
         offset = sum(a for a in address if isinstance(a, int))
-        for a in address:
-            if isinstance(a, Leaf) and a.kind == "paramaddr":
-                dynamic = any(isinstance(b, str) for b in address)
-                return (Leaf("param", a.name, a.index, None if dynamic else (a.offset or 0) + offset),)
-            if isinstance(a, Leaf) and a.kind == "cell":
-                return (f"cell:{a.name}+{offset}",)
-        # through a register that holds the parameter's address: resolved by the tracer
-        return (Leaf("unknown", "indirect parameter", offset=offset), *(a for a in address if isinstance(a, str)))
+        step = ptx_text.type_bytes(s.opcode.rsplit(".", 1)[-1])
+        base = next((a for a in address if isinstance(a, Leaf)), None)
+        if base is not None and base.kind == "cell":
+            ins.op, ins.args = "parameters", tuple(f"cell:{base.name}+{offset + k * step}" for k in range(len(ins.defs)))
+        elif base is not None and not any(isinstance(a, str) for a in address):
+            ins.op = "parameters"
+            ins.args = tuple(Leaf("param", base.name, base.index, offset + k * step) for k in range(len(ins.defs)))
+        else:  # through a register that holds the parameter's address
+            ins.op = "load"
+            ins.accesses = (Access("load", "param", address_of(address), 8),)
 
     @staticmethod
     def _cell(ins: Instruction, parts: list[list[Operand]]) -> None:

@@ -13,14 +13,10 @@ _ORDERS = {"weak", "volatile", "relaxed", "acquire", "release", "acq_rel", "mmio
 _SCOPES = {"cta", "cluster", "gpu", "sys"}
 
 
-def address(parts: Sequence[Operand]) -> Address:
+def address_of(parts: Sequence[Operand]) -> Address:
     """Address operand ``[base+offset]``; coordinates of a tensor access follow the base and are dropped."""
     terms = tuple(a for a in parts if not isinstance(a, int))
     return Address(terms[:1], sum(a for a in parts if isinstance(a, int)))
-
-
-def _tensor(text: str, parts: Sequence[Operand]) -> Address:
-    return Address(tuple(a for a in parts if not isinstance(a, int))[:1], 0)
 
 
 def sync_of(s: Statement, parts: list[list[Operand]]) -> tuple[Sync, Address | None]:
@@ -43,7 +39,7 @@ def sync_of(s: Statement, parts: list[list[Operand]]) -> tuple[Sync, Address | N
         return Sync.FENCE_ASYNC, None
     if base == "mbarrier" or op.startswith("cp.async.mbarrier"):
         spot = next((p for o, p in zip(s.operands, parts, strict=True) if o.startswith("[")), None)
-        where = address(spot) if spot else None
+        where = address_of(spot) if spot else None
         if "init" in words:
             return Sync.MBAR_INIT, where
         if "expect_tx" in words or "complete_tx" in words:
@@ -67,10 +63,10 @@ def accesses_of(s: Statement, parts: list[list[Operand]]) -> tuple[Access, ...]:
             return ()
         level = "L1" if "L1" in words else "L2"
         space = "tensor" if "tensormap" in words else _space(words, parts[spots[0]])
-        return (Access("prefetch", space, address(parts[spots[0]]), order=level),)
+        return (Access("prefetch", space, address_of(parts[spots[0]]), order=level),)
     if not spots:
         return ()
-    where = address(parts[spots[0]])
+    where = address_of(parts[spots[0]])
     width = ptx_text.type_bytes(words[-1])
     space, (order, scope) = _space(words, parts[spots[0]]), _strength(words)
     if base in ("ld", "ldu"):
@@ -119,30 +115,30 @@ def _copies(s: Statement, words: list[str], parts: list[list[Operand]], spots: l
     tensor = "tensor" in words
     if "prefetch" in words:
         where = parts[spots[0]]
-        return (Access("prefetch", "tensor" if tensor else "global", address(where), order="L2"),)
+        return (Access("prefetch", "tensor" if tensor else "global", address_of(where), order="L2"),)
     if "bulk" not in words:  # cp.async.ca/cg.shared.global
         return (
-            Access("load", "global", address(parts[spots[1]]), 0),
-            Access("store", "shared", address(parts[spots[0]]), 0),
+            Access("load", "global", address_of(parts[spots[1]]), 0),
+            Access("store", "shared", address_of(parts[spots[0]]), 0),
         )
     first, second = parts[spots[0]], parts[spots[1]]
-    barrier = address(parts[spots[2]]) if len(spots) > 2 else None
+    barrier = address_of(parts[spots[2]]) if len(spots) > 2 else None
     if ".global.shared_cta" in joined:  # shared to global
         what = "reduction" if "reduce" in words else "store"
-        place = _tensor(s.operands[spots[0]], first) if tensor else address(first)
+        place = address_of(first[:1] if tensor else first)
         return (
-            Access("load", "shared", address(second), proxy="async"),
+            Access("load", "shared", address_of(second), proxy="async"),
             Access(what, "tensor" if tensor else "global", place, proxy="async"),
         )
     if ".shared_cta" in joined and ".global" not in joined:  # shared to another block's shared memory
         return (
-            Access("load", "shared", address(second), proxy="async"),
-            Access("store", "shared", address(first), proxy="async", barrier=barrier),
+            Access("load", "shared", address_of(second), proxy="async"),
+            Access("store", "shared", address_of(first), proxy="async", barrier=barrier),
         )
-    place = _tensor(s.operands[spots[1]], second) if tensor else address(second)
+    place = address_of(second[:1] if tensor else second)
     return (
         Access("load", "tensor" if tensor else "global", place, proxy="async"),
-        Access("store", "shared", address(first), proxy="async", barrier=barrier),
+        Access("store", "shared", address_of(first), proxy="async", barrier=barrier),
     )
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cached_property
 
 from fasttrack.audit.flow import Flow, Loop
 from fasttrack.audit.ir import Access, Address, Instruction, Leaf, Operand
@@ -18,7 +19,7 @@ _KEEPS = {"copy", "add", "or", "mask", "select", "pack"}
 @dataclass(frozen=True)
 class Origin:
     """Base of an address. ``kind``: param (the parameter's value), paramaddr (its own bytes: a descriptor or struct),
-    symbol (module variable), local, unknown. ``indirect``: the pointer was itself loaded through that parameter."""
+    symbol (global variable), const, shared, local, unknown. ``indirect``: the pointer was itself loaded through that parameter."""
 
     kind: str
     index: int = -1
@@ -47,7 +48,6 @@ class Tracer:
         self.code = flow.function.instructions
         self._origins: dict[tuple[int, str], frozenset[Origin]] = {}
         self._affine: dict[tuple[int, str], Affine] = {}
-        self._stores: dict[str, list[tuple[int, Access]]] | None = None
 
     # --- origins of addresses ----------------------------------------------------------------------------------
 
@@ -67,108 +67,88 @@ class Tracer:
         key = (at, operand)
         hit = self._origins.get(key)
         if hit is None:
-            hit = self._origins[key] = frozenset(self._walk(at, operand))
+            hit = self._origins[key] = frozenset(self._placed(at, operand, o) for o in self._walk(at, operand))
         return hit
 
-    def _walk(self, at: int, reg: str) -> set[Origin]:
-        found: set[Origin] = set()
-        seen: set[tuple[int, str]] = set()
-        stack: list[tuple[int, str]] = [(at, reg)]
-        while stack:
-            where, name = stack.pop()
-            for d in self.flow.defs_of(where, name):
-                if (d, name) in seen:
-                    continue
-                seen.add((d, name))
-                found |= self._step(self.code[d], name, stack)
-        return found
-
-    def _step(self, ins: Instruction, name: str, stack: list[tuple[int, str]]) -> set[Origin]:
-        """Origins that end at ``ins``; registers to follow go on the stack."""
-        args: Iterable[Operand] = ()
-        if ins.op in _KEEPS:
-            args = ins.args
-            first = ins.args[0] if ins.args else None
-            if isinstance(first, Leaf) and first.name == "indirect parameter":
-                return self._through(ins, first.offset or 0)
-        elif ins.op == "sub":
-            args = ins.args[:1]
-        elif ins.op == "mad":
-            args = ins.args[2:3]
-        elif ins.op == "load":
-            return self._loaded(ins, name)
-        found: set[Origin] = set()
-        for a in args:
-            if isinstance(a, str):
-                stack.append((ins.index, a))
-            elif isinstance(a, Leaf):
-                found |= _leaf(a)
-        return found
-
-    def _through(self, ins: Instruction, offset: int) -> set[Origin]:
-        """A load from parameter space through a register."""
-        out: set[Origin] = set()
-        for a in ins.args[1:]:
-            for o in self.origins(ins.index, a):
-                if o.kind == "paramaddr":
-                    fixed = o.offset is not None and self.constant(ins.index, a)
-                    out.add(Origin("param", o.index, (o.offset or 0) + offset if fixed else None, o.name))
-        return out
-
-    def constant(self, at: int, operand: Operand) -> bool:
-        """Is the operand a leaf plus a constant?"""
+    def _placed(self, at: int, operand: str, origin: Origin) -> Origin:
+        """SASS knows one address for all parameters; the constant added to it says which one is meant."""
+        if origin.kind != "paramaddr" or origin.index >= 0:
+            return origin
         form = self.affine(at, operand)
-        return all(isinstance(a, Leaf) for a, _ in form.terms)
+        if len(form.terms) == 1:
+            for p in self.flow.function.parameters:
+                if p.offset <= form.constant < p.offset + p.size:
+                    return Origin("paramaddr", p.index, form.constant - p.offset)
+        return Origin("unknown")
 
-    def _loaded(self, ins: Instruction, name: str) -> set[Origin]:
-        """A value read from memory: what was stored there (shared, local), or a pointer found in a table (global)."""
-        if not ins.accesses:
-            return set()
-        access = ins.accesses[0]
-        if access.what == "atomic":
-            return set()
-        where = self.address_origins(ins.index, access.address)
-        if any(o.kind == "paramaddr" for o in where):  # generic load of the parameter block
-            at = access.address.offset
-            return {
-                Origin("param", o.index, None if o.offset is None else o.offset + at, o.name)
-                for o in where
-                if o.kind == "paramaddr"
-            }
-        if access.space in ("shared", "local"):
-            return self._stored(ins, access)
-        if access.width and access.width < 8:
-            return set()
-        return {
-            Origin(o.kind, o.index, o.offset, o.name, True) for o in where if o.kind in ("param", "symbol") and not o.indirect
-        } | {o for o in where if o.indirect}
+    def _walk(self, at: int, reg: str) -> set[Origin]:
+        """Reachable leaves. A state is (instruction, register, loads crossed so far: 0, 1, 2 for more)."""
+        found: set[Origin] = set()
+        seen: set[tuple[int, str, int]] = set()
+        stack: list[tuple[int, str, int]] = [(at, reg, 0)]
+        while stack:
+            where, name, level = stack.pop()
+            for d in self.flow.defs_of(where, name):
+                if (d, name, level) in seen:
+                    continue
+                seen.add((d, name, level))
+                for a in self._sources(self.code[d], name, level, found, stack):
+                    if isinstance(a, str):
+                        stack.append((d, a, level))
+                    elif isinstance(a, Leaf):
+                        found |= _leaf(a, level)
+        return found
 
-    def _stored(self, ins: Instruction, access: Access) -> set[Origin]:
-        """Origins of what the kernel stores to the place this load reads."""
-        if self._stores is None:
-            self._stores = {}
-            for other in self.code:
-                for a in other.accesses:
-                    if a.what == "store" and a.space in ("shared", "local") and a.values:
-                        self._stores.setdefault(a.space, []).append((other.index, a))
-        if access.space == "shared" and 0 < access.width < 8:
-            return set()
-        key = self.address_affine(ins.index, access.address)
-        out: set[Origin] = set()
-        for i, store in self._stores.get(access.space, ()):
-            if access.space == "shared" and 0 < store.width < 8:
-                continue
-            if not may_alias(key, self.address_affine(i, store.address)):
-                continue
-            for v in store.values:
-                if isinstance(v, str):
-                    guard = (i, v)
-                    if guard not in self._origins:
-                        self._origins[guard] = frozenset()  # a store of what was loaded from the same place
-                        self._origins[guard] = frozenset(self._walk(i, v))
-                    out |= self._origins[guard]
-                elif isinstance(v, Leaf):
-                    out |= _leaf(v)
+    def _sources(
+        self, ins: Instruction, name: str, level: int, found: set[Origin], stack: list[tuple[int, str, int]]
+    ) -> Iterable[Operand]:
+        """Operands a pointer in ``name`` may come from; memory reads add to ``found`` and ``stack`` themselves."""
+        if ins.op in _KEEPS:
+            return ins.args
+        if ins.op == "parameters":  # one leaf per result
+            return (ins.args[ins.defs.index(name)],)
+        if ins.op == "sub":
+            return ins.args[:1]
+        if ins.op == "mad":
+            return ins.args[2:3]
+        if ins.op == "lea":  # (a << shift) + b
+            return ins.args[1:2]
+        if ins.op == "load" and ins.accesses and ins.accesses[0].what != "atomic":
+            self._loaded(ins, ins.accesses[0], level, found, stack)
+        return ()
+
+    def _loaded(
+        self, ins: Instruction, access: Access, level: int, found: set[Origin], stack: list[tuple[int, str, int]]
+    ) -> None:
+        """A value read from memory: what the kernel stored there (shared, local), or a pointer found in a table."""
+        form = self.address_affine(ins.index, access.address)
+        base = form.terms[0][0] if len(form.terms) == 1 else None
+        if isinstance(base, Leaf) and base.kind == "paramaddr":  # a generic load of the parameter block
+            found |= _leaf(Leaf("param", base.name, base.index, form.constant), level)
+        elif access.space in ("shared", "local"):
+            if access.space == "local" or access.width == 0 or access.width >= 8:
+                for i, store in self._stores.get(access.space, ()):
+                    small = access.space == "shared" and 0 < store.width < 8
+                    if not small and may_alias(form, self.address_affine(i, store.address)):
+                        for v in store.values:
+                            if isinstance(v, str):
+                                stack.append((i, v, level))
+                            elif isinstance(v, Leaf):
+                                found |= _leaf(v, level)
+        elif access.width == 0 or access.width >= 8:
+            for t in access.address.terms:
+                if isinstance(t, str):
+                    stack.append((ins.index, t, min(level + 1, 2)))
+                elif isinstance(t, Leaf):
+                    found |= _leaf(t, level + 1)
+
+    @cached_property
+    def _stores(self) -> dict[str, list[tuple[int, Access]]]:
+        out: dict[str, list[tuple[int, Access]]] = {}
+        for ins in self.code:
+            for a in ins.accesses:
+                if a.what == "store" and a.space in ("shared", "local") and a.values:
+                    out.setdefault(a.space, []).append((ins.index, a))
         return out
 
     # --- affine forms ------------------------------------------------------------------------------------------
@@ -201,13 +181,19 @@ class Tracer:
 
     def _affine_of(self, ins: Instruction, reg: str, depth: int) -> Affine:
         opaque = Affine(0, ((("def", ins.index, reg), 1),))
-        if ins.guard is not None or len(ins.defs) != 1 and ins.opcode.split(".")[0] != "shfl":
+        if ins.guard is not None or reg != ins.defs[0]:
             return opaque
         sub = [self.affine(ins.index, a, depth + 1) for a in ins.args]
         if ins.op in ("copy", "widen") and len(sub) == 1:
             return sub[0]
+        if ins.op == "parameters":
+            return sub[0]
         if ins.op in ("add", "sub") and len(sub) == 2:
             return _sum(sub[0], sub[1], -1 if ins.op == "sub" else 1)
+        if ins.op == "add" and len(sub) == 3:
+            return _sum(_sum(sub[0], sub[1], 1), sub[2], 1)
+        if ins.op == "lea" and len(sub) == 3 and not sub[2].terms:
+            return _sum(_scale(sub[0], 1 << (sub[2].constant & 63)), sub[1], 1)
         if ins.op == "or" and len(sub) == 2 and any(not s.terms for s in sub):  # compilers write disjoint adds as or
             return _sum(sub[0], sub[1], 1)
         if ins.op == "shl" and len(sub) == 2 and not sub[1].terms and 0 <= sub[1].constant < 64:
@@ -252,11 +238,14 @@ def may_alias(a: Affine, b: Affine) -> bool:
     return a.terms != b.terms or a.constant == b.constant
 
 
-def _leaf(leaf: Leaf) -> frozenset[Origin]:
+def _leaf(leaf: Leaf, level: int = 0) -> frozenset[Origin]:
+    """``level``: loads between the leaf and the pointer. One load of a parameter's own bytes is its value."""
+    if leaf.kind == "paramaddr" and level:
+        return frozenset({Origin("param", leaf.index, None, leaf.name, level > 1)})
     if leaf.kind in ("param", "paramaddr"):
-        return frozenset({Origin(leaf.kind, leaf.index, leaf.offset, leaf.name)})
-    if leaf.kind in ("symbol", "local"):
-        return frozenset({Origin(leaf.kind, name=leaf.name)})
+        return frozenset({Origin(leaf.kind, leaf.index, leaf.offset, leaf.name, level > 0)})
+    if leaf.kind in ("symbol", "const", "shared", "local"):
+        return frozenset({Origin(leaf.kind, name=leaf.name, indirect=level > 0)})
     return frozenset()
 
 
