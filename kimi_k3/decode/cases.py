@@ -8,11 +8,12 @@ from typing import Any
 
 from torch import Tensor
 
+from kimi_k3.decode import registry
 from kimi_k3.decode.numerics import attention, experts, residual
 from kimi_k3.decode.numerics.bounded import Bounded
 from kimi_k3.decode.numerics.families import Draw
 from kimi_k3.decode.numerics.rig import CHANGED, OpCase, Rig, Shape
-from kimi_k3.decode.ops import NAMESPACE
+from kimi_k3.decode.ops import NAMESPACE, OpContext
 from kimi_k3.reference.config import TINY_A, KimiK3Config
 from kimi_k3.reference.precision import PRECISIONS
 
@@ -87,7 +88,12 @@ def op_cases(tier: str, config: KimiK3Config = TINY_A) -> Iterator[OpCase]:
             yield from attention.cases(Shape(config, precision, tp, rows, live, query_len))
 
 
-def numerics_cases(tier: str = "smoke", provider: str = "torch") -> Iterator[Case]:
-    """Cases of the executor's ops, served by ``provider``. FP64 oracles and bounds come with them."""
+def cases(tier: str = "smoke", options: Mapping[str, Any] | None = None) -> Iterator[Case]:
+    """Cases of the executor's ops with FP64 oracles and bounds, served as an executor with these engine options would.
+
+    ``options["provider"]``: as for the executor, default "auto". Each case says which provider serves it.
+    """
+    wanted = (options or {}).get("provider", "auto")
     for case in op_cases(tier):
-        yield bind(case, provider)
+        context = OpContext(case.shape.config, case.shape.precision, case.shape.tp)
+        yield bind(case, registry.select(context, "cpu", wanted)[case.op].name)

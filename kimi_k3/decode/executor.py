@@ -131,9 +131,9 @@ class Executor:
             step = self.prepare(plan, tuple(aux_layers or ()))
             self.context.calls.clear()
             with torch.no_grad():
-                step.run(batch)
+                diverged = step.run(batch)
                 hidden, taps = step.result(plan.rows), step.tapped(plan.rows)
-            replicas = [step.out[:, : plan.rows], *(rows[:, : plan.rows] for rows in step.kv_rows.values())]
+            replicas = [copies[:, : plan.rows] for copies in (step.out, *step.kv_rows.values(), *diverged)]
             self.last_step = ledger.record(plan, batch, self.context, replicas, step.points)
         return hidden if aux_layers is None else (hidden, taps)
 

@@ -46,7 +46,8 @@ def rank_bytes(values: Tensor, rank: int) -> bytes:
 
 
 def rank_hashes(plan: StepPlan, replicas: Sequence[Tensor], ranks: int) -> list[str]:
-    """Per rank: a digest of the plan and of its copies of what all ranks must hold alike, ``replicas`` [R, ...]."""
+    """Per rank: a digest of the plan and of its copies of what all ranks must hold alike, ``replicas`` [R, ...]:
+    final hidden states, cache rows, and whatever else they were caught to disagree on."""
     hashes = []
     for rank in range(ranks):
         digest = hashlib.blake2b(plan.digest(), digest_size=16)

@@ -90,6 +90,12 @@ class Mailboxes:
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
+def identical(values: Tensor) -> bool:
+    """Whether all ranks' copies ``values`` [R, ...] hold the same bits."""
+    bits = values.view(_BITS[values.element_size()])
+    return torch.equal(bits, bits[:1].expand_as(bits))
+
+
 def agreeing(*copies: Tensor) -> slice:
     """Which ranks have to compute what all of them compute from replicated data ``copies`` [R, ...].
 
@@ -99,11 +105,7 @@ def agreeing(*copies: Tensor) -> slice:
     """
     if copies[0].shape[0] == 1 or copies[0].device.type != "cpu":
         return slice(None)
-    for values in copies:
-        bits = values.view(_BITS[values.element_size()])
-        if not torch.equal(bits, bits[:1].expand_as(bits)):
-            return slice(None)
-    return slice(0, 1)
+    return slice(0, 1) if all(identical(values) for values in copies) else slice(None)
 
 
 def clean(values: Tensor) -> Tensor:

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from kimi_k3.decode import prefetch
-from kimi_k3.decode.mesh import Mailboxes
+from kimi_k3.decode.mesh import Mailboxes, identical
 from kimi_k3.decode.ops import OpContext, overload
-from kimi_k3.decode.plan import TWO_PHASE_ROWS, PlanLimits, StepPlan, kv_splits
+from kimi_k3.decode.plan import TWO_PHASE_ROWS, PlanLimits, kv_splits
 from kimi_k3.decode.schedule import Call, step_schedule
 from kimi_k3.decode.shards import KDAShard, LayerShard, MLAShard, MLPShard, ModelShards, MoEShard
 from kimi_k3.reference.batch import StepBatch
@@ -104,9 +104,12 @@ class PreparedStep:
         self.taps = {layer: self._buffer(tp, rows, hidden) for layer in self.aux_layers}
 
         self.points: list[str] = []
-        self.calls: list[tuple[Callable[..., None], tuple[Any, ...]]] = []
+        self.calls: list[tuple[Callable[..., None], tuple[Any, ...], Tensor | None]] = []
         for call in step_schedule(config, rows):
-            self.calls.append((overload(call.op), (context.handle, *self._arguments(call))))
+            arguments = self._arguments(call)
+            # The last argument of a residual op is its output, which every rank holds a copy of.
+            watched = arguments[-1] if call.op in ("attn_res", "oproj_reduce_attnres") and tp > 1 else None
+            self.calls.append((overload(call.op), (context.handle, *arguments), watched))
             if call.op == "prefetch":
                 self.points.append(f"{call.point}@{call.layer}")
 
@@ -118,10 +121,20 @@ class PreparedStep:
             self.widths[width] = self._buffer(self.context.tp, rows, width)
         return self.widths[width]
 
-    def run(self, batch: StepBatch) -> None:
+    def run(self, batch: StepBatch) -> list[Tensor]:
+        """Execute the step. Returns replicated activations [R, M, H] on which the ranks did not agree, if any.
+
+        A copy that went wrong on one rank would otherwise go unseen: what the rank contributes to sums and exchanges
+        is wrong for all ranks alike. Not looked at on a GPU, where asking would stop the stream.
+        """
         self.inputs.load(batch)
-        for call, arguments in self.calls:
+        diverged = []
+        watching = self.device.type == "cpu"
+        for call, arguments, watched in self.calls:
             call(*arguments)
+            if watching and watched is not None and not identical(watched):
+                diverged.append(watched.clone())
+        return diverged
 
     def result(self, rows: int) -> Tensor:
         """Final-normed hidden states of the true rows, rank 0's copy, compute dtype [rows, H]."""
@@ -237,8 +250,3 @@ class PreparedStep:
         if key not in self.widths:
             self.widths[key] = self._buffer(self.context.tp, pairs, width)
         return self.widths[key]
-
-
-def matches(step: PreparedStep, plan: StepPlan) -> bool:
-    """Whether a plan fits a prepared step."""
-    return step.rows == plan.padded_rows and step.requests == plan.padded_requests

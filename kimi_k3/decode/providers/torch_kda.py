@@ -31,7 +31,7 @@ def _convolve(
     requests, steps, _, ranks, width = rows.shape
     taps = weight.shape[-1]
     own = slots[:, 0]
-    offset = (accepted - 1).unsqueeze(1) + torch.arange(taps - 1, device=own.device)
+    offset = (accepted - 1).clamp(min=0).unsqueeze(1) + torch.arange(taps - 1, device=own.device)
     history = conv[own.clamp(min=0).unsqueeze(1), offset]  # [B, taps - 1, 3 A]
     stored = torch.cat([history[:, 1:], rows.reshape(requests, steps, -1).to(conv.dtype)], 1)
     window = torch.cat([history.unflatten(-1, (3, ranks, width)).to(rows.dtype), rows], 1)
@@ -90,7 +90,7 @@ def kda_core(
     decay = torch.exp(config.gate_lower_bound * torch.sigmoid(rate * (raw + bias)))
     beta = torch.sigmoid(logits).view(ranks, requests, steps, heads).permute(1, 2, 0, 3)
 
-    own = slots.gather(1, (accepted - 1).unsqueeze(1)).squeeze(1)
+    own = slots.gather(1, (accepted - 1).clamp(min=0).unsqueeze(1)).squeeze(1)
     state = recurrent[own.clamp(min=0)].to(p.compute).view(requests, ranks, heads, dim, dim)  # [.., v, k]
     outputs = []
     for t in range(steps):
