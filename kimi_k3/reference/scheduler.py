@@ -140,8 +140,8 @@ class Scheduler:
 
     def _prefill(self, step: ScheduledStep) -> None:
         budget = self.max_tokens - step.rows
-        if not step.preempted:  # whoever was just preempted must not take the pages back
-            self._admit(budget)
+        # Whoever was just preempted cannot come back at once: it was first in line and its pages are taken.
+        self._admit(budget)
         for state in self.running:
             if not state.prefilling or budget == 0:
                 continue

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from standin import CODEC, EOS, VOCAB, Guesser, StandIn, build, expected_greedy, logits_of, request
+from standin import BASIS, CODEC, EOS, VOCAB, Guesser, StandIn, build, expected_greedy, logits_of, request
 
-from kimi_k3.reference.requests import Completion
+from kimi_k3.reference.requests import Completion, RequestState
 
 # -- sampling parameters as the engine applies them ------------------------------------------------------------
 
@@ -47,6 +47,7 @@ def test_the_mask_hook_dictates() -> None:
         ("The answer is 42. Bye", ("he ans",), "T"),  # starts and ends inside tokens
         ("The answer is 42. Bye", ("Bye", "is"), "The answer "),  # the earliest wins
         ("The answer is 42. Bye", ("e",), "Th"),
+        ("ab is", ("s", " is"), "ab"),  # one token completes both
         ("naïve 漢字 text", ("字",), "naïve 漢"),  # one character, three byte tokens
         ("abc", ("x",), "abc"),
     ],
@@ -98,11 +99,60 @@ def test_a_seed_repeats_and_another_differs() -> None:
     assert runs[0] == runs[1] != runs[2]
 
 
-def test_penalties_see_the_whole_history_of_a_request() -> None:
-    engine = build(pages=17)
-    strong = [request(f"r{i}", [i] * 5, 40, presence_penalty=100.0) for i in range(4)]
-    for done in engine.generate(strong, run="x"):
-        assert len(set(done.token_ids)) == 40, "a presence penalty of 100 forbids repetition"
+def test_stop_strings_wait_for_min_tokens() -> None:
+    ids = CODEC.encode("a.b.c")
+    done = say(ids, stop=(".",), min_tokens=3)
+    assert done.token_ids == ids[:4]
+    assert done.text == "a.b"
+
+
+class Stubborn(StandIn):
+    """The same logits after any history: without penalties one token for ever."""
+
+    def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        return (BASIS / 100).expand(len(hidden), -1).clone()
+
+
+class Echo:
+    """Drafts one fixed sequence after any history, e.g. what penalties forbid or require."""
+
+    def __init__(self, continuation: Sequence[int]) -> None:
+        self.continuation = list(continuation)
+
+    def propose(self, states: Sequence[RequestState]) -> list[list[int]]:
+        return [self.continuation[s.emitted : s.emitted + 3] for s in states]
+
+
+@pytest.mark.parametrize("drafts", [None, [VOCAB - 1] * 60, list(range(VOCAB - 1, VOCAB - 61, -1))])
+def test_penalties_see_the_whole_history_and_the_drafts_before_a_row(drafts: list[int] | None) -> None:
+    """A presence penalty above any gap makes a stubborn model count down, however its tokens are proposed."""
+    options = {"draft_length": 3, "drafter": Echo(drafts)} if drafts else {}
+    engine = build(Stubborn(), pages=20, **options)
+    requests = [request(f"r{i}", [i] * 5, 50, presence_penalty=100.0) for i in range(4)]
+    for done in engine.generate(requests, run="x"):
+        assert done.token_ids == list(range(VOCAB - 1, VOCAB - 51, -1))
+
+
+def test_the_mask_follows_accepted_drafts_and_is_not_asked_beyond_a_forbidden_one() -> None:
+    ids = CODEC.encode("The answer is 42")
+    asked: list[list[int]] = []
+
+    def strict(spec: Mapping[str, Any]):
+        mask = script(spec)
+
+        def checked(output: Sequence[int]) -> torch.Tensor:
+            asked.append(list(output))
+            assert list(output) == ids[: len(output)], "a grammar cannot continue what it forbade"
+            return mask(output)
+
+        return checked
+
+    spoiled = [*ids[:2], 0, *ids[3:]]
+    engine = build(grammar=strict, draft_length=3, drafter=Echo(spoiled))
+    wanted = request("a", tokens=len(ids) - 3, structured={"ids": ids})
+    (done,) = engine.generate([wanted], run="x")
+    assert done.token_ids == ids[:-3]
+    assert len(engine.drain_ledger()) < len(ids) - 3, "right drafts were accepted"
 
 
 # -- forced tokens and log-probabilities -----------------------------------------------------------------------

@@ -116,6 +116,20 @@ def test_decode_has_priority_and_prefill_is_chunked_into_the_rest() -> None:
     assert kinds(steps) == ["prefill", "mixed", "mixed", "mixed", "decode", "decode"]
 
 
+def test_nobody_is_admitted_before_the_budget_reaches_them() -> None:
+    scheduler = make(budget=8)
+    long, short = state(0, 20, 2), state(1, 3, 2)
+    scheduler.add(long)
+    scheduler.add(short)
+    scheduler.schedule()
+    assert scheduler.running == [long], "a request without rows would only hold pages and slots"
+    long.computed += 8
+    scheduler.schedule()
+    assert scheduler.running == [long]
+    long.computed += 8
+    assert [(r.state, r.rows) for r in scheduler.schedule().requests] == [(long, 4), (short, 3)]
+
+
 def test_pure_mode_never_mixes() -> None:
     steps = play(make(budget=8, pure=True), [state(0, 4, 4), state(1, 20, 3, arrival=1)])
     assert kinds(steps) == ["prefill", "prefill", "prefill", "prefill", "decode", "decode", "decode"]
