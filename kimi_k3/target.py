@@ -161,7 +161,7 @@ class KimiK3Target:
             source_paths=("kimi_k3/",),
             optimized_modules=names.OPTIMIZED_MODULES,
             ops=names.OPS,
-            kernels=("kimi_k3_",),
+            kernels=("k3_",),
             fallback_reasons=names.FALLBACK_REASONS,
             limits=Limits(
                 tensor_parallel=names.TENSOR_PARALLEL,
