@@ -74,8 +74,10 @@ def compare(given: Any, exact: Any, bound: Any) -> dict[str, Any]:
     if value.shape != exact.shape:
         raise ValueError(f"output has shape {tuple(value.shape)}, the oracle {tuple(exact.shape)}")
     same = (value == exact) | (value.isnan() & exact.isnan())
-    error = torch.where(same, 0.0, (value - exact).abs()).nan_to_num(nan=float("inf"))
-    ratio = torch.where(error == 0, 0.0, error / bound.expand_as(error)).nan_to_num(nan=float("inf"))
+    error = torch.where(same, 0.0, (value - exact).abs()).nan_to_num(nan=float("inf"), posinf=float("inf"))
+    ratio = torch.where(error == 0, 0.0, error / bound.expand_as(error)).nan_to_num(
+        nan=float("inf"), posinf=float("inf")
+    )
     empty = value.numel() == 0
     return {
         "dtype": str(given.dtype).removeprefix("torch."),
