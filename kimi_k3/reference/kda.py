@@ -46,28 +46,35 @@ def short_conv(window: Tensor, weight: Tensor) -> Tensor:
     return F.silu(out)
 
 
-def recurrent_step(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+def recurrent_step(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
     """One token of every request. ``q, k, v, g`` [n, heads, d], ``beta`` [n, heads], ``state`` [n, heads, v, k].
 
-    Decay first, then the delta-rule correction, and the output reads the updated state. Returns ``(o, state)``.
+    Decay first, then the delta-rule correction ``u``, and the output reads the updated state. Returns
+    ``(o, state, u)``.
     """
     state = state * g.exp().unsqueeze(-2)
     u = beta.unsqueeze(-1) * (v - (state @ k.unsqueeze(-1)).squeeze(-1))
     state = state + u.unsqueeze(-1) * k.unsqueeze(-2)
-    return (state @ q.unsqueeze(-1)).squeeze(-1), state
+    return (state @ q.unsqueeze(-1)).squeeze(-1), state, u
 
 
-def recurrent_kda(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+def recurrent_kda(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
     """``t`` tokens in order: ``q, k, v, g`` [n, t, heads, d], ``beta`` [n, t, heads].
 
-    Returns outputs [n, t, heads, d] and the state after each token [n, t, heads, v, k].
+    Returns outputs [n, t, heads, d], the state after each token [n, t, heads, v, k], and the corrections
+    [n, t, heads, d].
     """
-    outputs, states = [], []
+    outputs, states, corrections = [], [], []
     for t in range(q.shape[1]):
-        out, state = recurrent_step(q[:, t], k[:, t], v[:, t], g[:, t], beta[:, t], state)
+        out, state, u = recurrent_step(q[:, t], k[:, t], v[:, t], g[:, t], beta[:, t], state)
         outputs.append(out)
         states.append(state)
-    return torch.stack(outputs, 1), torch.stack(states, 1)
+        corrections.append(u)
+    return torch.stack(outputs, 1), torch.stack(states, 1), torch.stack(corrections, 1)
 
 
 def chunked_kda(
@@ -119,6 +126,33 @@ def chunked_kda(
 
 
 @dataclass
+class VerifyRecord:
+    """RecoverSSM: what a step leaves instead of new states, for ``n`` requests of one layer."""
+
+    requests: Tensor  #: [n] indices into the batch
+    slots: Tensor  #: [n]
+    u: Tensor  #: [n, q, heads, d] delta-rule corrections
+    k: Tensor  #: [n, q, heads, d] keys after the convolution, before their norm
+    raw: Tensor  #: [n, q, heads, d] raw decay logits
+
+
+def fold(
+    state: Tensor, record: VerifyRecord, accepted: Tensor, a_log: Tensor, dt_bias: Tensor, lower_bound: float
+) -> Tensor:
+    """``state`` [n, heads, v, k] after the first ``accepted`` [n] rows, without running the recurrence again.
+
+    ``S * prod(decays) + sum over rows r of u_r (k_r * product of the decays after r)^T``.
+    """
+    rows = torch.arange(record.u.shape[1], device=state.device)
+    counted = (rows < accepted.unsqueeze(-1))[:, :, None, None]
+    g = torch.where(counted, decay_gate(record.raw, a_log, dt_bias, lower_bound), 0.0)
+    total = g.sum(1)
+    after = total.unsqueeze(1) - g.cumsum(1)
+    keys = torch.where(counted, l2_normalize(record.k) * after.exp(), 0.0)
+    return state * total.exp().unsqueeze(-2) + torch.einsum("nrhv,nrhk->nhvk", record.u, keys)
+
+
+@dataclass
 class KDAInputs:
     """Projected rows, [T, ...], rounded: what the state update and the output gate need."""
 
@@ -146,6 +180,8 @@ class KDA:
         self.dt_bias = w.dt_bias.unflatten(0, (self.heads, self.dim))
         self.o_norm = w.o_norm
         self.o_proj = RowParallel(w.o_proj, tp, precision)
+        #: None: native state slots. A list: RecoverSSM, filled by a forward pass and emptied by :meth:`commit`.
+        self.uncommitted: list[VerifyRecord] | None = None
 
     def __call__(self, x: Tensor, batch: StepBatch, groups: list[RowGroup], conv: Tensor, recurrent: Tensor) -> Tensor:
         """``x`` [T, H] (normalised) -> [T, H]; updates ``conv`` and ``recurrent`` in place."""
@@ -163,20 +199,32 @@ class KDA:
     ) -> Tensor:
         """Convolution, recurrence, output norm and gate: [T, width]. Rows of the null slot come out zero."""
         out = torch.zeros_like(inputs.gate)
+        if self.uncommitted:
+            raise RuntimeError("the last step's rows were not committed")
         for group in groups:
             slots = batch.state_slots[group.requests]
             live = slots[:, 0] > NULL_SLOT
             fresh = (group.context == 0) | ~live
             accepted = batch.accepted[group.requests].clamp(min=1)  # padding may say 0
+            if self.uncommitted is not None:
+                accepted = torch.ones_like(accepted)  # every step was committed to the start of the first slot
             window = self._window(group.gather(inputs.qkv), conv, slots[:, 0], accepted, fresh)
             self._write_conv(group, window, conv, slots[:, 0], live)
-            q, k, v, g, beta = self._gates(group, window, group.gather(inputs.decay), group.gather(inputs.beta))
+            mixed = self.precision.rounded(short_conv(window, self.conv)).unflatten(-1, (3, self.heads, self.dim))
+            q, k, v = l2_normalize(mixed[:, :, 0]) * self.dim**-0.5, l2_normalize(mixed[:, :, 1]), mixed[:, :, 2]
+            raw = group.gather(inputs.decay).unflatten(-1, (self.heads, self.dim))
+            g, beta = self._gates(group, raw, group.gather(inputs.beta))
             state = self._initial_state(recurrent, slots, accepted, fresh)
             if group.prefill:
                 o, state = chunked_kda(q, k, v, g, beta, state)
                 recurrent[slots[live, 0]] = state[live].to(recurrent.dtype)
+            elif self.uncommitted is not None:
+                o, _, u = recurrent_kda(q, k, v, g, beta, state)
+                self.uncommitted.append(
+                    VerifyRecord(group.requests[live], slots[live, 0], u[live], mixed[live, :, 1], raw[live])
+                )
             else:
-                o, states = recurrent_kda(q, k, v, g, beta, state)
+                o, states, _ = recurrent_kda(q, k, v, g, beta, state)
                 targets = slots[:, : group.width]
                 written = group.valid & (targets > NULL_SLOT)
                 recurrent[targets[written]] = states[written].to(recurrent.dtype)
@@ -203,22 +251,28 @@ class KDA:
         request, column = kept.nonzero(as_tuple=True)
         conv[slots[request], column] = window[request, source[request, column]].to(conv.dtype)
 
-    def _gates(
-        self, group: RowGroup, window: Tensor, decay: Tensor, beta: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-        """Per head ``q, k, v, g`` [n, q, heads, d] and ``beta`` [n, q, heads]; padded rows leave a state alone."""
-        mixed = self.precision.rounded(short_conv(window, self.conv)).unflatten(-1, (3, self.heads, self.dim))
-        q, k, v = mixed.unbind(2)
-        q = l2_normalize(q) * self.dim**-0.5
-        k = l2_normalize(k)
-        raw = decay.unflatten(-1, (self.heads, self.dim))
+    def _gates(self, group: RowGroup, raw: Tensor, logits: Tensor) -> tuple[Tensor, Tensor]:
+        """Log decay [n, q, heads, d] and beta [n, q, heads]; padded rows leave a state alone."""
         g = decay_gate(raw, self.a_log, self.dt_bias, self.lower_bound)
-        beta = torch.sigmoid(beta)
+        beta = torch.sigmoid(logits)
         if not group.uniform:
             padded = ~group.valid[:, :, None]
             g = g.masked_fill(padded.unsqueeze(-1), 0.0)
             beta = beta.masked_fill(padded, 0.0)
-        return q, k, v, g, beta
+        return g, beta
+
+    def commit(self, accepted: Tensor, conv: Tensor, recurrent: Tensor) -> None:
+        """RecoverSSM: advance the committed states by the accepted rows of the last step, ``accepted`` [B]."""
+        if self.uncommitted is None:
+            raise RuntimeError("commit belongs to the recover scheme; native state slots need none")
+        for record in self.uncommitted:
+            count = accepted[record.requests]
+            state = recurrent[record.slots].to(self.precision.compute)
+            folded = fold(state, record, count, self.a_log, self.dt_bias, self.lower_bound)
+            recurrent[record.slots] = folded.to(recurrent.dtype)
+            taps = (count - 1).unsqueeze(-1) + torch.arange(self.history, device=conv.device)
+            conv[record.slots, : self.history] = conv[record.slots.unsqueeze(-1), taps]
+        self.uncommitted.clear()
 
     def _initial_state(self, recurrent: Tensor, slots: Tensor, accepted: Tensor, fresh: Tensor) -> Tensor:
         """[n, heads, v, k] in the compute dtype: the state after the last accepted token; zero for a new request."""

@@ -20,6 +20,8 @@ from kimi_k3.reference.numerics import linear, rms_norm
 from kimi_k3.reference.precision import Precision
 from kimi_k3.reference.weights import KDAWeights, LayerWeights, ModelWeights, MoEWeights, convert
 
+STATE_SCHEMES = ("native", "recover")
+
 
 class Layer:
     """One decoder layer on compute-dtype weights."""
@@ -62,6 +64,9 @@ class Model:
 
     ``cache_experts``: keep dequantised expert weights; None decides by size. Computations are in
     ``precision.compute`` on ``device``; the caches passed to :meth:`forward` must be on the same device.
+
+    ``state_scheme``: ``native`` writes the state after every row of a step to its own slot; ``recover`` keeps one
+    slot per request, which only :meth:`commit` advances, once it is known how many rows were accepted.
     """
 
     def __init__(
@@ -72,7 +77,10 @@ class Model:
         tp: int = 1,
         device: torch.device | str = "cpu",
         cache_experts: bool | None = None,
+        state_scheme: str = "native",
     ) -> None:
+        if state_scheme not in STATE_SCHEMES:
+            raise ValueError(f"state_scheme {state_scheme!r}, expected one of {', '.join(STATE_SCHEMES)}")
         if len(weights.layers) != config.num_hidden_layers:
             raise ValueError(f"weights of {len(weights.layers)} layers for a model of {config.num_hidden_layers}")
         self.config, self.precision, self.tp = config, precision, tp
@@ -84,6 +92,10 @@ class Model:
             Layer(config, index, convert(layer, compute, device), precision, tp, cache_experts)
             for index, layer in enumerate(weights.layers)
         ]
+        self.state_scheme = state_scheme
+        for layer in self.layers:
+            if isinstance(layer.attention, KDA) and state_scheme == "recover":
+                layer.attention.uncommitted = []
         self.output_site = AttnResSite(convert(weights.output_attn_res, compute, device), config.rms_norm_eps)
         self.norm = convert(weights.norm, compute, device)
         self.lm_head = convert(weights.lm_head, compute, device)
@@ -118,6 +130,14 @@ class Model:
         if aux_layers is None:
             return hidden
         return hidden, torch.stack(taps, 1) if taps else hidden.new_empty(hidden.shape[0], 0, hidden.shape[1])
+
+    @torch.inference_mode()
+    def commit(self, accepted: Tensor, caches: Caches) -> None:
+        """With the ``recover`` scheme, after every step: keep the first ``accepted`` [B] rows of each decode or
+        verify request of the last batch (prefill requests are ignored)."""
+        for layer in self.layers:
+            if isinstance(layer.attention, KDA):
+                layer.attention.commit(accepted, caches.conv[layer.index], caches.recurrent[layer.index])
 
     @torch.inference_mode()
     def compute_logits(self, hidden: Tensor) -> Tensor:

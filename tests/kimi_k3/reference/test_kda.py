@@ -56,7 +56,7 @@ def test_short_conv_last_tap_is_the_current_token() -> None:
 
 def test_recurrent_step_matches_the_delta_rule_written_out() -> None:
     q, k, v, g, beta, state = _inputs(1, 1, 1, 3, 1.0)
-    out, new = kda.recurrent_step(q[:, 0], k[:, 0], v[:, 0], g[:, 0], beta[:, 0], state)
+    out, new, correction = kda.recurrent_step(q[:, 0], k[:, 0], v[:, 0], g[:, 0], beta[:, 0], state)
     s = state[0, 0].T.clone()  # [k, v]
     kk, vv, qq, gg, bb = k[0, 0, 0], v[0, 0, 0], q[0, 0, 0], g[0, 0, 0], beta[0, 0, 0].item()
     for i in range(3):  # decay of each key channel comes first
@@ -68,6 +68,7 @@ def test_recurrent_step_matches_the_delta_rule_written_out() -> None:
     expected = [sum(s[i, j].item() * qq[i].item() for i in range(3)) for j in range(3)]
     assert new[0, 0].T.flatten().tolist() == pytest.approx(s.flatten().tolist(), rel=1e-12)
     assert out[0, 0].tolist() == pytest.approx(expected, rel=1e-12)
+    assert correction[0, 0].tolist() == pytest.approx([float(x) for x in u], rel=1e-12)
 
 
 @pytest.mark.parametrize("t", [1, 2, 15, 16, 17, 50])
@@ -75,7 +76,7 @@ def test_recurrent_step_matches_the_delta_rule_written_out() -> None:
 @pytest.mark.parametrize("g_scale", [0.01, 1.0, 100.0])
 def test_chunked_equals_recurrent(t: int, chunk: int, g_scale: float) -> None:
     q, k, v, g, beta, state = _inputs(2, t, 3, 8, g_scale)
-    out, states = kda.recurrent_kda(q, k, v, g, beta, state)
+    out, states, _ = kda.recurrent_kda(q, k, v, g, beta, state)
     chunked, final = kda.chunked_kda(q, k, v, g, beta, state, chunk)
     torch.testing.assert_close(chunked, out, rtol=0, atol=1e-12)
     torch.testing.assert_close(final, states[:, -1], rtol=0, atol=1e-12)
@@ -94,6 +95,6 @@ def test_strongest_decay_does_not_overflow_in_fp32() -> None:
     q, k, v, g, beta, state = _inputs(1, 200, 2, 8, 1.0, torch.float32)
     g = torch.full_like(g, -5.0)  # exp(-G) alone would be e^1000
     out, final = kda.chunked_kda(q, k, v, g, beta, state, 64)
-    reference, states = kda.recurrent_kda(*(x.double() for x in (q, k, v, g, beta, state)))
+    reference, states, _ = kda.recurrent_kda(*(x.double() for x in (q, k, v, g, beta, state)))
     torch.testing.assert_close(out.double(), reference, rtol=0, atol=1e-5)
     torch.testing.assert_close(final.double(), states[:, -1], rtol=0, atol=1e-5)

@@ -109,6 +109,49 @@ def test_verify_then_accept_equals_plain_steps(name: str, accept: int) -> None:
 
 
 @both
+def test_recover_scheme_equals_plain_steps(name: str) -> None:
+    """One slot per request; states advance on commit only, by any accepted count, requests independently."""
+    m = Model(CONFIGS[name], weights(name), PRECISIONS["fp64"], state_scheme="recover")
+    recover, plain = Driver(m, requests=3, draft_length=7), Driver(model(name), requests=3, seed=1)
+    for driver in (recover, plain):
+        driver.step({r: tokens(5 + r, seed=r) for r in range(3)})
+    counts = {0: 8, 1: 3, 2: 5}
+    for accept in ((1, 3, 5), (8, 1, 2), (4, 2, 3)):
+        rows = {r: tokens(counts[r], seed=10 + accept[0] + r) for r in range(3)}
+        before = {layer: t.clone() for layer, t in recover.caches.recurrent.items()}
+        verified = recover.step(rows)
+        for layer, old in before.items():
+            new = recover.caches.recurrent[layer]
+            assert bool(((new == old) | (new.isnan() & old.isnan())).all()), "verify changed a committed state"
+        m.commit(torch.tensor(accept), recover.caches)
+        for r in range(3):
+            recover.reject(r, counts[r] - accept[r])
+            recover.accepted[r] = 1
+            for i, token in enumerate(rows[r][: accept[r]]):
+                close(verified[r][i], plain.step({r: [token]})[r][0])
+            same_state(recover, plain, r)
+    late = {0: tokens(6, seed=40), 2: [3]}  # a later prompt chunk is written at once and ignores the commit
+    mixed = recover.step(late, prefill={0})
+    m.commit(torch.tensor([6, 1]), recover.caches)
+    for r, ids in late.items():
+        close(mixed[r], plain.step({r: ids}, prefill={0} & {r})[r])
+        same_state(recover, plain, r)
+
+
+def test_recover_scheme_must_be_committed() -> None:
+    m = Model(TINY_B, weights("tiny-b"), PRECISIONS["fp64"], state_scheme="recover")
+    driver = Driver(m)
+    driver.step({0: tokens(3)})
+    driver.step({0: [1]})
+    with pytest.raises(RuntimeError, match="not committed"):
+        driver.step({0: [2]})
+    with pytest.raises(RuntimeError, match="recover scheme"):
+        model("tiny-b").commit(torch.tensor([1]), driver.caches)
+    with pytest.raises(ValueError, match="expected one of native, recover"):
+        Model(TINY_B, weights("tiny-b"), PRECISIONS["fp64"], state_scheme="replay")
+
+
+@both
 def test_mixed_batch_equals_separate_batches(name: str) -> None:
     """First and later prompt chunks, plain decode and verify steps of different widths in one forward."""
     m = model(name)
