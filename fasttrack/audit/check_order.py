@@ -42,7 +42,9 @@ def _early_accesses(s: Subject) -> None:
 
 def _name(site: Site) -> str:
     a = site.access
-    kind = {"load": "load", "store": "store", "atomic": "atomic", "reduction": "reduction", "prefetch": "L1 prefetch"}[a.what]
+    kind = {"load": "load", "store": "store", "atomic": "atomic", "reduction": "reduction", "prefetch": "L1 prefetch"}[
+        a.what
+    ]
     if a.space == "tensor":
         return f"TMA {kind}"
     return f"bulk {kind}" if a.proxy == "async" else f"{'non-coherent ' if a.order == 'nc' else ''}{kind}"
@@ -83,7 +85,12 @@ def _triggers(s: Subject) -> None:
         for site in s.sites:
             if site.access.what in _WRITES and site.index in s.order.after_trigger:
                 role = site.roles[0] if site.roles else None
-                s.report("early-trigger", "stores after launching dependents; the contract declares end", site.instruction, role)
+                s.report(
+                    "early-trigger",
+                    "stores after launching dependents; the contract declares end",
+                    site.instruction,
+                    role,
+                )
                 break
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from fasttrack.audit.contracts import Role
 from fasttrack.audit.flow import Loop
-from fasttrack.audit.ir import Instruction, Leaf, Sync
+from fasttrack.audit.ir import Leaf, Sync
 from fasttrack.audit.subject import Site, Subject
 from fasttrack.audit.trace import Affine, may_alias
 
@@ -66,7 +66,9 @@ def polls(s: Subject, mailboxes: set[str]) -> list[Poll]:
                 for d in part:
                     for site in by_index.get(d, ()):
                         box = any(r.parameter in mailboxes for r in site.roles)
-                        fixed = not s.tracer.varies(d, [t for t in site.access.address.terms if isinstance(t, str)], loop)
+                        fixed = not s.tracer.varies(
+                            d, [t for t in site.access.address.terms if isinstance(t, str)], loop
+                        )
                         if (fixed and not counted) or (box and fixed):
                             loads[d] = site
         fresh = [site for d, site in loads.items() if d not in taken]
@@ -120,7 +122,10 @@ def _strength(s: Subject, poll: Poll, mailboxes: set[str]) -> None:
 
 
 def _role(site: Site, mailboxes: set[str]) -> Role:
-    return next((r for r in site.roles if r.parameter in mailboxes), site.roles[0] if site.roles else Role("?", "", False, False))
+    return next(
+        (r for r in site.roles if r.parameter in mailboxes),
+        site.roles[0] if site.roles else Role("?", "", False, False),
+    )
 
 
 def _collapsed_loops(s: Subject) -> None:
@@ -140,7 +145,9 @@ def _collapsed_loops(s: Subject) -> None:
             for site in s.sites:
                 if site.index in whole and site.access.what in _READS:
                     role = site.roles[0] if site.roles else None
-                    message = "a loop repeats without reading memory again; the value it waits for was loaded once, before it"
+                    message = (
+                        "a loop repeats without reading memory again; the value it waits for was loaded once, before it"
+                    )
                     s.report("collapsed-poll", message, site.instruction if last else None, role)
                     return
 
@@ -169,7 +176,7 @@ def _decides(s: Subject, b: int) -> tuple[int, str | None]:
 
 
 def lost_in_assembly(ptx: Subject, sass: Subject) -> None:
-    """A parameter that PTX polls and SASS reads without any loop: the assembler may drop a loop it thinks has no effect."""
+    """A parameter that PTX polls and SASS reads without any loop: assemblers drop loops that seem to do nothing."""
     looped = {i for loop in sass.flow.loops for i in loop.instructions}
     for name in sorted(ptx.polled - sass.polled):
         reads = [x for x in sass.sites if x.access.what in _READS and any(r.parameter == name for r in x.roles)]
@@ -211,7 +218,9 @@ def _stores(s: Subject, mailboxes: set[str], polled: set[str]) -> None:
             what = f"a store of scope {a.scope or 'unknown'}"
         else:
             continue
-        s.report("weak-mailbox-store", f"{role.parameter} is written with {what}; needs relaxed.sys", site.instruction, role)
+        s.report(
+            "weak-mailbox-store", f"{role.parameter} is written with {what}; needs relaxed.sys", site.instruction, role
+        )
 
 
 def _idle(s: Subject, site: Site) -> bool:
@@ -236,7 +245,9 @@ def _rearms(s: Subject, mailboxes: set[str]) -> None:
         for role in site.roles:
             for read in reads.get(role.parameter, ()):
                 if _same_word_later(s, site, read):
-                    message = f"{role.parameter} is set back to idle and read again afterwards (line {read.instruction.line})"
+                    message = (
+                        f"{role.parameter} is set back to idle and read again afterwards (line {read.instruction.line})"
+                    )
                     s.report("early-rearm", message, site.instruction, role)
                     break
 
@@ -263,7 +274,7 @@ def _definitions(form: Affine) -> set[int]:
 
 
 def _path(s: Subject, start: int, goal: int, blocked: set[int], through_barrier: bool) -> bool:
-    """Can ``goal`` run after ``start``, without crossing ``blocked``; or, forwards only, behind a block-wide barrier?"""
+    """Can ``goal`` run after ``start`` without crossing ``blocked``; or, forwards only, behind a block-wide barrier?"""
     flow = s.flow
     place = {b: i for i, b in enumerate(flow.order)}
     seen: set[tuple[int, bool]] = set()
@@ -287,5 +298,3 @@ def _path(s: Subject, start: int, goal: int, blocked: set[int], through_barrier:
                 continue
             stack.append((flow.starts[t], crossed))
     return False
-
-

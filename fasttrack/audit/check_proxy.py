@@ -66,13 +66,17 @@ class _Proxies:
         if refills:
             bounds = self._bounds(self.fills, [*self.writes])
             for read in self.reads:
-                if any(_in_region(read.form, f.form, bounds) for f in refills) and self._unfenced_release(read, refills):
+                if any(_in_region(read.form, f.form, bounds) for f in refills) and self._unfenced_release(
+                    read, refills
+                ):
                     return  # one finding per kernel: the cure is one fence before the release
         if self.drains:
             bounds = self._bounds(self.drains, self.fills)
             for w in self.writes:
                 for d in self.drains:
-                    if _in_region(w.form, d.form, bounds) and self._unfenced(w.instruction.index, {d.instruction.index}):
+                    if _in_region(w.form, d.form, bounds) and self._unfenced(
+                        w.instruction.index, {d.instruction.index}
+                    ):
                         self.s.report(
                             "missing-proxy-fence",
                             "ordinary stores reach a bulk copy out of the same shared memory without fence.proxy.async",

@@ -74,13 +74,17 @@ def load_table(path: Path) -> ContractTable:
         text = path.read_text(encoding="utf-8")
         raw: Any = json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
     except (OSError, UnicodeDecodeError, ValueError, yaml.YAMLError) as error:
-        raise UsageError(f"cannot be read: {str(error).splitlines()[0]}", where=str(path), expected="YAML or JSON") from None
+        raise UsageError(
+            f"cannot be read: {str(error).splitlines()[0]}", where=str(path), expected="YAML or JSON"
+        ) from None
     try:
         table = _Table.model_validate(raw)
     except ValidationError as error:
         first = error.errors()[0]
         field = ".".join(str(x) for x in first["loc"]) or "document"
-        raise UsageError(f"{field}: {first['msg']}", where=str(path), expected="kernels: [{kernel, parameters, ...}]") from None
+        raise UsageError(
+            f"{field}: {first['msg']}", where=str(path), expected="kernels: [{kernel, parameters, ...}]"
+        ) from None
     contracts = []
     for i, k in enumerate(table.kernels):
         contract = KernelContract(
@@ -100,7 +104,9 @@ def load_table(path: Path) -> ContractTable:
         for kernel in order:
             if kernel not in known:
                 where = f"{path}: schedules.{name}"
-                raise UsageError(f"unknown kernel {kernel!r}", where=where, expected=f"one of {', '.join(sorted(known))}")
+                raise UsageError(
+                    f"unknown kernel {kernel!r}", where=where, expected=f"one of {', '.join(sorted(known))}"
+                )
     return ContractTable(tuple(contracts), {k: tuple(v) for k, v in table.schedules.items()}, str(path))
 
 

@@ -1,6 +1,6 @@
 """Cubins: parameter layout from the ELF attributes, instructions from nvdisasm's JSON.
 
-The attribute numbers are those of ``.nv.info`` as ``cuobjdump -elf`` prints them (EIATTR_KPARAM_INFO, EIATTR_PARAM_CBANK).
+The attribute numbers are those ``cuobjdump -elf`` prints for ``.nv.info``: EIATTR_KPARAM_INFO, EIATTR_PARAM_CBANK.
 """
 
 from __future__ import annotations

@@ -11,8 +11,8 @@ from fasttrack.target import KernelContract
 
 @dataclass(frozen=True)
 class Finding:
-    """One place that breaks one rule. ``line`` belongs to ``file``: source when the code carries ``.loc``, else the code
-    file, where ``stage`` sass counts bytes. ``excepted``: the declared reason when a contract accepts the finding."""
+    """One place that breaks one rule. ``line`` belongs to ``file``: source when the code carries ``.loc``, else the
+    code file, where ``stage`` sass counts bytes. ``excepted``: the declared reason when a contract accepts it."""
 
     rule: str
     message: str
@@ -65,9 +65,7 @@ class Report:
         return [f for f in self.findings if f.excepted is None and f.severity == severity]
 
 
-def apply_exceptions(
-    findings: Iterable[Finding], contracts: Iterable[tuple[KernelContract, str]]
-) -> list[Finding]:
+def apply_exceptions(findings: Iterable[Finding], contracts: Iterable[tuple[KernelContract, str]]) -> list[Finding]:
     """Mark accepted findings, and add one ``unused-exception`` for every exception that accepted nothing.
 
     ``contracts``: each contract that was used, with the file it was declared in.

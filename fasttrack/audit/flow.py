@@ -175,16 +175,29 @@ class Flow:
     def _cache(self) -> dict[tuple[int, str], list[int]]:
         return {}
 
+    def _unchanged(self, reg: str, first: int, last: int) -> bool:
+        """Is the register not written in ``[first, last)`` of one block?"""
+        places = self.definitions.get(reg, [])
+        k = bisect_left(places, first)
+        return k >= len(places) or places[k] >= last
+
     def _defs_of(self, at: int, reg: str, places: list[int]) -> list[int]:
         b = self.block_of[at]
-        found = []
+        code = self.function.instructions
+        found: list[int] = []
+        held = {code[at].guard} - {None}  # under these guards an earlier definition does not come through
         for k in range(bisect_left(places, at) - 1, -1, -1):
             i = places[k]
             if i < self.starts[b]:
                 break
             found.append(i)
-            if self.function.instructions[i].guard is None:
+            guard = code[i].guard
+            if guard is None:
                 return found
+            if self._unchanged(guard[0], i, at):
+                if guard in held:
+                    return found
+                held.add((guard[0], not guard[1]))
         _, masks, live, names = self._reaching
         value = live[b] & masks[reg]
         while value:

@@ -12,8 +12,8 @@ from enum import Enum
 
 @dataclass(frozen=True)
 class Leaf:
-    """``kind``: param (value of a kernel parameter), paramaddr (its address), symbol, const, shared, local (address of a
-    variable in that space; symbol is global), special (``tid`` and friends), cell (argument of a call that is not
+    """``kind``: param (value of a kernel parameter), paramaddr (its address), symbol, const, shared, local (address of
+    a variable in that space; symbol is global), special (``tid`` and friends), cell (argument of a call that is not
     followed) or unknown. ``offset`` in bytes; None: not constant."""
 
     kind: str

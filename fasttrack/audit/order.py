@@ -175,18 +175,14 @@ class Order:
             if not nexts:
                 found.append(last.index)
                 continue
-            if len(nexts) > 1 and not self.grid_uniform(last.index):
-                # threads spread over both sides: if either side certainly waits, the grid has waited
-                if any(self._must_wait[t] for t in nexts) or self._all_wait(nexts):
-                    continue
+            # threads spread over both sides: if either side certainly waits, the grid has waited
+            if len(nexts) > 1 and not self.grid_uniform(last.index) and any(self._waits_below(t) for t in nexts):
+                continue
             for t in nexts:
                 if t not in seen:
                     seen.add(t)
                     stack.append(t)
         return found
-
-    def _all_wait(self, blocks: list[int]) -> bool:
-        return any(self._waits_below(b) for b in blocks)
 
     def _waits_below(self, b: int) -> bool:
         """From block ``b`` on, does every path meet a wait (barriers do not matter)?"""

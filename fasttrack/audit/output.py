@@ -16,7 +16,7 @@ SCHEMA_VERSION = 1
 
 
 def as_text(report: Report) -> str:
-    """One block per distinct finding, then one line of totals. Copies in other variants and architectures are counted."""
+    """One block per distinct finding, then one line of totals. Copies in other variants are counted."""
     lines: list[str] = []
     for group in _groups(report.findings):
         f = group[0]

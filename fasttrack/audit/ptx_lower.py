@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass
 
 from fasttrack.audit import ptx_text
-from fasttrack.audit.ir import Access, Function, Instruction, Leaf, Operand, Parameter, Sync
+from fasttrack.audit.ir import Access, Function, Instruction, Leaf, Operand, Parameter
 from fasttrack.audit.ptx_memory import accesses_of, address_of, sync_of
 from fasttrack.audit.ptx_text import Body, Module, Statement
 from fasttrack.errors import UsageError
@@ -14,7 +14,9 @@ from fasttrack.errors import UsageError
 #: Calls are expanded at most this deep, and a kernel to at most this many instructions.
 MAX_DEPTH, MAX_INSTRUCTIONS = 8, 200_000
 
-_TOKEN = re.compile(r"(?<![\w.$%])(?:[%$A-Za-z_][\w$]*(?:\.[xyzw](?!\w))?|[-+]?(?:0[xX][0-9a-fA-F]+|\d+)[uU]?(?![\w.]))")
+_TOKEN = re.compile(
+    r"(?<![\w.$%])(?:[%$A-Za-z_][\w$]*(?:\.[xyzw](?!\w))?|[-+]?(?:0[xX][0-9a-fA-F]+|\d+)[uU]?(?![\w.]))"
+)
 _SPECIAL = re.compile(
     r"%(?:n?tid|n?ctaid|laneid|n?warpid|n?smid|clock(?:_hi|64)?|globaltimer(?:_lo|_hi)?|gridid|cluster_\w+|is_explicit_cluster"
     r"|n?clusterid|lanemask_\w+|envreg\d+|pm\d+\w*|dynamic_smem_size|total_smem_size|aggr_smem_size|current_graph_exec"
@@ -269,7 +271,10 @@ class _Lowering:
         step = ptx_text.type_bytes(s.opcode.rsplit(".", 1)[-1])
         base = next((a for a in address if isinstance(a, Leaf)), None)
         if base is not None and base.kind == "cell":
-            ins.op, ins.args = "parameters", tuple(f"cell:{base.name}+{offset + k * step}" for k in range(len(ins.defs)))
+            ins.op, ins.args = (
+                "parameters",
+                tuple(f"cell:{base.name}+{offset + k * step}" for k in range(len(ins.defs))),
+            )
         elif base is not None and not any(isinstance(a, str) for a in address):
             ins.op = "parameters"
             ins.args = tuple(Leaf("param", base.name, base.index, offset + k * step) for k in range(len(ins.defs)))

@@ -88,10 +88,10 @@ def accesses_of(s: Statement, parts: list[list[Operand]]) -> tuple[Access, ...]:
         order = order if order != "weak" else "relaxed"
         return (Access(what, space, where, width, order, scope or "gpu", values=_after(parts, spots[0])),)
     if base == "multimem":
-        what = {"ld_reduce": "load", "st": "store", "red": "reduction"}.get(words[1])
-        if what is None:
+        kind = {"ld_reduce": "load", "st": "store", "red": "reduction"}.get(words[1])
+        if kind is None:
             return ()
-        return (Access(what, "global", where, width, order, scope, values=_after(parts, spots[0])),)
+        return (Access(kind, "global", where, width, order, scope, values=_after(parts, spots[0])),)
     if base in ("ldmatrix", "wmma") and "store" not in words:
         return (Access("load", space if space != "generic" or base == "wmma" else "shared", where, width),)
     if base == "wmma":

@@ -138,7 +138,9 @@ def _closing(text: str, at: int, origin: str) -> int:
 
 def _truncated(text: str, at: int, origin: str, what: str) -> UsageError:
     line = text.count("\n", 0, at) + 1
-    return UsageError(f"file ends inside the {what} that begins here", where=f"{origin}:{line}", expected="complete PTX")
+    return UsageError(
+        f"file ends inside the {what} that begins here", where=f"{origin}:{line}", expected="complete PTX"
+    )
 
 
 def _parameters(text: str) -> list[Parameter]:
@@ -244,12 +246,12 @@ def _statements(text: str, at: int, body: Body, head: re.Match[str], origin: str
             continue
         m = _STATEMENT.match(raw)
         if m is None:
-            raise UsageError(f"cannot read {raw.strip()[:60]!r}", where=f"{origin}:{line}", expected="a PTX instruction")
+            raise UsageError(
+                f"cannot read {raw.strip()[:60]!r}", where=f"{origin}:{line}", expected="a PTX instruction"
+            )
         guard = (m.group(2), bool(m.group(1))) if m.group(2) else None
         spaced = " ".join(raw.split())
-        body.statements.append(
-            Statement(m.group(3), split_operands(m.group(4)), guard, line, loc, scopes[-1], spaced)
-        )
+        body.statements.append(Statement(m.group(3), split_operands(m.group(4)), guard, line, loc, scopes[-1], spaced))
 
 
 def _declaration(raw: str, body: Body, scope: int) -> None:

@@ -20,8 +20,8 @@ RULES: dict[str, Rule] = {
             "early-load",
             "error",
             "load that can run before griddepcontrol.wait",
-            "Until the wait returns, the kernel before may still be writing this memory. Only memory that no kernel of the "
-            "step writes (static weights), or a read the contract declares early with its reason, may be read before it.",
+            "Until the wait returns, the kernel before may still be writing this memory. Only memory that no kernel of "
+            "the step writes (static weights), or a read the contract declares early with its reason, may precede it.",
         ),
         Rule(
             "early-store",
@@ -40,14 +40,14 @@ RULES: dict[str, Rule] = {
             "missing-wait",
             "error",
             "kernel launched with programmatic dependent launch that never waits",
-            "Without griddepcontrol.wait nothing orders the kernel after its predecessor, and its completion no longer implies "
-            "its predecessor's: every kernel behind it is exposed.",
+            "Without griddepcontrol.wait nothing orders the kernel after its predecessor, and its completion no longer "
+            "implies its predecessor's: every kernel behind it is exposed.",
         ),
         Rule(
             "early-trigger",
             "error",
             "dependents are launched earlier than the contract declares",
-            "A kernel that launches its dependents before its own wait lets them start while its predecessors still run.",
+            "A kernel that launches its dependents before its own wait lets them start while its predecessors run.",
         ),
         Rule(
             "exposed-dependent",
@@ -59,21 +59,23 @@ RULES: dict[str, Rule] = {
             "store-after-trigger",
             "error",
             "store after launch_dependents that a dependent reads without waiting",
-            "The dependent may start as soon as every block has launched its dependents; only its wait makes the store visible.",
+            "The dependent may start as soon as every block has launched its dependents; only its wait makes the store "
+            "visible.",
         ),
         Rule(
             "missing-proxy-fence",
             "error",
             "no proxy fence between ordinary accesses and a bulk copy of the same shared memory",
-            "Ordinary loads and stores (generic proxy) and bulk copies (async proxy) are ordered only by fence.proxy.async in "
-            "the accessing threads before the barrier release; without it a slot is overwritten before it has been read.",
+            "Ordinary loads and stores (generic proxy) and bulk copies (async proxy) are ordered only by "
+            "fence.proxy.async in the accessing threads before the barrier release; without it a slot is overwritten "
+            "before it has been read.",
         ),
         Rule(
             "weak-poll",
             "error",
             "poll that is neither volatile nor relaxed nor acquire",
-            "A weak load in a poll may be served from L1 for ever, merged or moved; data written by another block or rank "
-            "needs a strong load of sufficient scope.",
+            "A weak load in a poll may be served from L1 for ever, merged or moved; data written by another block or "
+            "rank needs a strong load of sufficient scope.",
         ),
         Rule(
             "unbounded-poll",

@@ -7,7 +7,6 @@ import re
 import time
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import replace
 from multiprocessing import get_context
 from pathlib import Path
 
@@ -121,7 +120,17 @@ def audit_units(
 
 def _order(f: Finding) -> tuple[object, ...]:
     rank = ("error", "warning", "note").index(f.severity)
-    return (f.excepted is not None, rank, f.contract or f.kernel, f.variant, f.arch, f.stage, f.code_line, f.rule, f.parameter)
+    return (
+        f.excepted is not None,
+        rank,
+        f.contract or f.kernel,
+        f.variant,
+        f.arch,
+        f.stage,
+        f.code_line,
+        f.rule,
+        f.parameter,
+    )
 
 
 def _run(units: Sequence[Unit], jobs: int) -> Iterable[Outcome]:
@@ -129,5 +138,3 @@ def _run(units: Sequence[Unit], jobs: int) -> Iterable[Outcome]:
         return [audit_unit(u) for u in units]
     with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:
         return list(pool.map(audit_unit, units, chunksize=4))
-
-

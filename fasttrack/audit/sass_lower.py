@@ -1,8 +1,8 @@
 """Disassembled SASS to the audit's instructions.
 
-Meanings of mnemonics: CUDA Binary Utilities (https://docs.nvidia.com/cuda/cuda-binary-utilities/) and what ptxas emits for
-known PTX: ACQBULK is griddepcontrol.wait, PREEXIT is launch_dependents, LDG...CONSTANT is ld.global.nc. A 64-bit address
-is followed through its low register only. Instructions without an entry keep no pointer.
+Meanings of mnemonics: CUDA Binary Utilities (https://docs.nvidia.com/cuda/cuda-binary-utilities/) and what ptxas emits
+for known PTX: ACQBULK is griddepcontrol.wait, PREEXIT is launch_dependents, LDG...CONSTANT is ld.global.nc. A 64-bit
+address is followed through its low register only. Instructions without an entry keep no pointer.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ _CONSTANT = re.compile(r"c\[0x([0-9a-f]+)\]\[(?:(U?R\d+)(?:\+)?)?(0x[0-9a-f]+)?\
 _HEX = re.compile(r"^-?0x[0-9a-f]+$")
 _SETP = {"ISETP", "FSETP", "DSETP", "HSETP2", "UISETP", "PLOP3", "UPLOP3", "PSETP", "UPSETP", "ELECT", "UFSETP"}
 _ONE_PRED = {"VOTE", "VOTEU", "SYNCS", "FCHK"}
-_NO_RESULT = {
-    "STG", "ST", "STS", "STL", "STAS", "RED", "REDG", "REDAS", "STSM", "LDGSTS", "LDGDEPBAR", "DEPBAR", "BRA", "BRX", "JMP",
-    "EXIT", "RET", "BAR", "BSSY", "BSYNC", "BREAK", "CCTL", "MEMBAR", "FENCE", "NOP", "ACQBULK", "PREEXIT", "UBLKCP",
-    "UBLKPF", "UBLKRED", "UTMALDG", "UTMASTG", "UTMAREDG", "UTMAPF", "UTMACCTL", "WARPSYNC", "NANOSLEEP", "YIELD", "ERRBAR",
-    "UCGABAR_ARV", "UCGABAR_WAIT", "WARPGROUP", "CALL", "BPT", "SUST", "SURED", "UTMACMDFLUSH", "UTCBAR", "STT", "STTM",
-}  # fmt: skip
+_NO_RESULT = frozenset(
+    "STG ST STS STL STAS STSM STT STTM RED REDG REDAS LDGSTS LDGDEPBAR DEPBAR SUST SURED "
+    "BRA BRX JMP EXIT RET CALL BSSY BSYNC BREAK WARPSYNC BPT NANOSLEEP YIELD NOP "
+    "BAR MEMBAR FENCE ERRBAR CCTL ACQBULK PREEXIT UCGABAR_ARV UCGABAR_WAIT WARPGROUP "
+    "UBLKCP UBLKPF UBLKRED UTMALDG UTMASTG UTMAREDG UTMAPF UTMACCTL UTMACMDFLUSH UTCBAR".split()
+)
 _SCOPES = {"SYS": "sys", "GPU": "gpu", "SM": "cta", "CTA": "cta", "CLUSTER": "cluster", "VC": "sys"}
 
 
@@ -291,7 +291,9 @@ def _semantics(words: list[str], sources: list[str], values: list[Operand | None
             return _imad(words, sources, values)
         kept = tuple(v for v in kept if not _predicate(v))
         if negative:
-            positive = [v for s, v in zip(sources, values, strict=True) if v is not None and not s.startswith(("-", "~"))]
+            positive = [
+                v for s, v in zip(sources, values, strict=True) if v is not None and not s.startswith(("-", "~"))
+            ]
             return "mask", tuple(v for v in positive if not _predicate(v))
         return ("copy" if len(kept) == 1 else "add"), kept
     if base in ("UIMAD",) and "HI" not in words:

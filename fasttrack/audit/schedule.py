@@ -63,7 +63,9 @@ def check(
     for name, order in schedules.items():
         missing = [k for k in order if k not in contracts]
         if missing:
-            out.append(_finding("contract-mismatch", f"schedule {name}: no contract for {missing[0]}", missing[0], name, file))
+            out.append(
+                _finding("contract-mismatch", f"schedule {name}: no contract for {missing[0]}", missing[0], name, file)
+            )
             continue
         # twice: the first kernel of a layer follows the last one of the layer before
         chain = simulate([contracts[k] for k in (*order, *order)])
@@ -113,13 +115,16 @@ def _reads(
         culprits = _culprits(chain, writer, step.position)
         because = f"; {', '.join(culprits)} trigger before their own wait or never wait" if culprits else ""
         when = "before its wait" if early else "after its wait"
-        text = f"schedule {name}: {c.kernel} reads {p.name} {when}, but {w.kernel} that writes it may still run{because}"
+        text = (
+            f"schedule {name}: {c.kernel} reads {p.name} {when}, but {w.kernel} that writes it may still run{because}"
+        )
         out.append(_finding("exposed-dependent", text, c.kernel, name, file, p))
         place = late_stores.get((w.kernel, buffer_of(p)))
         if place is not None and early:
+            text = f"stores {buffer_of(p)} after launching dependents; {c.kernel} reads it before its wait"
             f = _finding(
                 "store-after-trigger",
-                f"schedule {name}: stores {buffer_of(p)} after launching dependents; {c.kernel} reads it before its wait",
+                f"schedule {name}: {text}",
                 w.kernel,
                 name,
                 place[0],
@@ -138,7 +143,9 @@ def _writes(name: str, chain: list[Step], step: Step, file: str) -> list[Finding
             continue
         for j in range(step.position):
             other = chain[j].contract
-            touches = any(buffer_of(q) == buffer_of(p) and q.role not in ("weight", "scalar", "mailbox") for q in other.parameters)
+            touches = any(
+                buffer_of(q) == buffer_of(p) and q.role not in ("weight", "scalar", "mailbox") for q in other.parameters
+            )
             if touches and j not in step.after_wait:
                 culprits = _culprits(chain, j, step.position)
                 because = f"; {', '.join(culprits)} trigger before their own wait or never wait" if culprits else ""

@@ -19,7 +19,7 @@ _KEEPS = {"copy", "add", "or", "mask", "select", "pack"}
 @dataclass(frozen=True)
 class Origin:
     """Base of an address. ``kind``: param (the parameter's value), paramaddr (its own bytes: a descriptor or struct),
-    symbol (global variable), const, shared, local, unknown. ``indirect``: the pointer was itself loaded through that parameter."""
+    symbol (global variable), const, shared, local, unknown. ``indirect``: the pointer was itself loaded through it."""
 
     kind: str
     index: int = -1
@@ -52,12 +52,11 @@ class Tracer:
     # --- origins of addresses ----------------------------------------------------------------------------------
 
     def address_origins(self, at: int, address: Address) -> frozenset[Origin]:
-        """Every base the address at instruction ``at`` can have. Direct parameters win over loaded pointers."""
+        """Every base the address at instruction ``at`` can have."""
         found: set[Origin] = set()
         for term in address.terms:
             found |= self.origins(at, term)
-        direct = {o for o in found if not o.indirect and o.kind != "unknown"}
-        return frozenset(direct or found or {Origin("unknown")})
+        return frozenset({o for o in found if o.kind != "unknown"} or {Origin("unknown")})
 
     def origins(self, at: int, operand: Operand) -> frozenset[Origin]:
         if isinstance(operand, int):
@@ -103,6 +102,11 @@ class Tracer:
         self, ins: Instruction, name: str, level: int, found: set[Origin], stack: list[tuple[int, str, int]]
     ) -> Iterable[Operand]:
         """Operands a pointer in ``name`` may come from; memory reads add to ``found`` and ``stack`` themselves."""
+        if ins.op == "add" and len(ins.args) > 1:  # pointer + index: an index read from memory is no base
+            ends = [self._ends_in(ins.index, a) for a in ins.args]
+            if "param" in ends:
+                return [a for a, end in zip(ins.args, ends, strict=True) if end != "load"]
+            return ins.args
         if ins.op in _KEEPS:
             return ins.args
         if ins.op == "parameters":  # one leaf per result
@@ -113,9 +117,32 @@ class Tracer:
             return ins.args[2:3]
         if ins.op == "lea":  # (a << shift) + b
             return ins.args[1:2]
+        if ins.op == "widen":  # 32 bits hold an address in shared memory only
+            form = self.affine(ins.index, ins.args[0]) if ins.args else Affine(0, ())
+            return [a for a, c in form.terms if c == 1 and isinstance(a, Leaf) and a.kind == "shared"]
         if ins.op == "load" and ins.accesses and ins.accesses[0].what != "atomic":
             self._loaded(ins, ins.accesses[0], level, found, stack)
         return ()
+
+    def _ends_in(self, at: int, operand: Operand) -> str:
+        """Where a chain of single definitions ends: param (a parameter's value), load (global memory) or other."""
+        for _ in range(64):
+            if isinstance(operand, Leaf):
+                return "param" if operand.kind == "param" else "other"
+            places = self.flow.defs_of(at, operand) if isinstance(operand, str) else []
+            if len(places) != 1:
+                return "other"
+            ins = self.code[places[0]]
+            if ins.op == "load" and ins.accesses and ins.accesses[0].space in ("global", "generic"):
+                return "load"
+            if ins.op == "parameters":
+                return "param"
+            if ins.op == "add" and any(self._ends_in(ins.index, a) == "param" for a in ins.args if a != operand):
+                return "param"
+            if ins.op != "copy" or len(ins.args) != 1:
+                return "other"
+            at, operand = ins.index, ins.args[0]
+        return "other"
 
     def _loaded(
         self, ins: Instruction, access: Access, level: int, found: set[Origin], stack: list[tuple[int, str, int]]
@@ -126,9 +153,10 @@ class Tracer:
         if isinstance(base, Leaf) and base.kind == "paramaddr":  # a generic load of the parameter block
             found |= _leaf(Leaf("param", base.name, base.index, form.constant), level)
         elif access.space in ("shared", "local"):
-            if access.space == "local" or access.width == 0 or access.width >= 8:
+            halves = access.space == "local" and self.flow.function.stage == "sass"  # spills go by register
+            if halves or access.width == 0 or access.width >= 8:
                 for i, store in self._stores.get(access.space, ()):
-                    small = access.space == "shared" and 0 < store.width < 8
+                    small = not halves and 0 < store.width < 8
                     if not small and may_alias(form, self.address_affine(i, store.address)):
                         for v in store.values:
                             if isinstance(v, str):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from enum import Enum
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
@@ -11,19 +11,25 @@ import typer
 from fasttrack.errors import EXIT_EVIDENCE, EXIT_FAIL, EXIT_PASS, EXIT_USAGE, UsageError
 
 
-class AuditFormat(str, Enum):
+class AuditFormat(StrEnum):
     text = "text"
     json = "json"
     sarif = "sarif"
 
 
 def audit(
-    subject: Annotated[str, typer.Argument(metavar="TARGET|FOLDER", help="A registered target, or .ptx and .cubin files.")],
-    contracts: Annotated[Path | None, typer.Option(help="Contract table of a folder; default: contracts.yaml in it.")] = None,
+    subject: Annotated[
+        str, typer.Argument(metavar="TARGET|FOLDER", help="A registered target, or .ptx and .cubin files.")
+    ],
+    contracts: Annotated[
+        Path | None, typer.Option(help="Contract table of a folder; default: contracts.yaml in it.")
+    ] = None,
     arch: Annotated[list[str] | None, typer.Option(help="Architectures of a target: sm_90a, sm_100a, sm_103a.")] = None,
     form: Annotated[AuditFormat, typer.Option("--format", help="text, json or sarif.")] = AuditFormat.text,
     as_json: Annotated[bool, typer.Option("--json", help="Short for --format json.")] = False,
-    output: Annotated[Path | None, typer.Option(help="Write the report to a file; totals still go to the terminal.")] = None,
+    output: Annotated[
+        Path | None, typer.Option(help="Write the report to a file; totals still go to the terminal.")
+    ] = None,
     keep: Annotated[Path | None, typer.Option(help="Keep the target's PTX and cubins in this folder.")] = None,
     jobs: Annotated[int, typer.Option(min=0, help="Processes; 0: one per core.")] = 0,
 ) -> int:
