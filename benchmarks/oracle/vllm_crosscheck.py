@@ -228,11 +228,8 @@ def compare_caches(caches: dict[str, Any], ours: Caches, config: KimiK3Config, t
         layer = int(digits[0])
         for tensor in tensors:
             entry = {"layer": layer, "name": name, "shape": list(tensor.shape), "dtype": str(tensor.dtype)}
-            if (
-                layer in ours.recurrent
-                and tensor.dim() == 4
-                and tuple(tensor.shape[1:]) == tuple(ours.recurrent[layer].shape[1:])
-            ):
+            state = ours.recurrent.get(layer)
+            if state is not None and tensor.dim() == 4 and tensor.shape[1:] == state.shape[1:]:
                 found.append(entry | {"what": "recurrent state"} | _nearest(tensor, state[1]))
             elif layer in ours.conv and tensor.dim() == 3:
                 taps = ours.conv[layer][1]
