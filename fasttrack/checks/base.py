@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from fasttrack.engines.cache import EngineCache
 from fasttrack.gates.base import Scope
-from fasttrack.records import CellKey, EngineRecord, Evidence, GenerationRecord
+from fasttrack.records import CellKey, EngineRecord, Evidence, GenerationRecord, RefusalRecord
 from fasttrack.target import Completion, Engine, EngineInfo, LedgerStep, Request, Target, TargetDescription, step_record
 
 if TYPE_CHECKING:
@@ -98,6 +98,12 @@ class Context:
         drafts = {"draft_length": cell.draft_length, "acceptance": acceptance} if cell.draft_length else {}
         return self.engine(arm, tp=cell.tp, dcp=cell.dcp, cell=cell, **drafts)  # type: ignore[arg-type]
 
+    def write_refusal(self, deployment: Mapping[str, Any], reasons: Sequence[str], *, refused: bool = True) -> None:
+        """The optimised arm's answer to a deployment it was asked to start with."""
+        proof = Evidence(kind="emulated", device="none: refused at start" if refused else "")
+        fields = {"deployment": dict(deployment), "refused": refused, "reasons": list(reasons)}
+        self.record(RefusalRecord, arm="optimized", evidence=proof, **fields)
+
     def write_steps(self, steps: list[LedgerStep], *, arm: str, cell: CellKey | None, info: EngineInfo) -> None:
         proof = evidence(info)
         for step in steps:
@@ -119,6 +125,10 @@ class Context:
             finish_reason=done.finish_reason,
             logprobs=done.logprobs,
         )
+
+
+def deployment_of(cell: CellKey) -> dict[str, int]:
+    return {"tp": cell.tp, "dcp": cell.dcp, "draft_length": cell.draft_length, "requests": cell.requests}
 
 
 def cells_of(manifest: Manifest, tier: str) -> list[CellKey]:

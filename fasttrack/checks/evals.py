@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from fasttrack.checks import fidelity
-from fasttrack.checks.base import Context, Unit, cells_of
+from fasttrack.checks.base import Context, Unit, cells_of, deployment_of
 from fasttrack.records import CellKey
+from fasttrack.target import DeploymentRefused
 from fasttrack.tasks.data import check_source
 
 if TYPE_CHECKING:
@@ -49,9 +50,12 @@ class EvalsCheck:
         return units
 
     def run(self, unit: Unit, ctx: Context) -> None:
-        if unit.name.startswith("evals/fidelity/"):
-            fidelity.run(unit, ctx)
-        else:
-            from fasttrack.checks import task_scores  # loads lm-eval, which takes seconds
+        try:
+            if unit.name.startswith("evals/fidelity/"):
+                fidelity.run(unit, ctx)
+            else:
+                from fasttrack.checks import task_scores  # loads lm-eval, which takes seconds
 
-            task_scores.run(unit, ctx)
+                task_scores.run(unit, ctx)
+        except DeploymentRefused as refusal:  # a record, not a crash: the gates say what is missing
+            ctx.write_refusal(deployment_of(unit.cell) if unit.cell else {}, refusal.reasons)

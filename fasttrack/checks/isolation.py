@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from fasttrack.checks import off_state
-from fasttrack.checks.base import Context, Unit, cells_of
+from fasttrack.checks.base import Context, Unit, cells_of, deployment_of
 from fasttrack.checks.schedule import together
 from fasttrack.checks.watch import WatchedRun
 from fasttrack.manifest.model import Probe
-from fasttrack.records import CellKey, Evidence, RefusalRecord
+from fasttrack.records import CellKey
 from fasttrack.target import DeploymentRefused, LedgerStep, Limits, Sampling
 
 if TYPE_CHECKING:
@@ -58,7 +58,7 @@ def _cell(unit: Unit, ctx: Context) -> None:
     try:
         engine, info = ctx.engine_for("optimized", cell)
     except DeploymentRefused as refusal:
-        _write_refusal(ctx, _deployment(cell), refusal.reasons, arm="optimized")
+        ctx.write_refusal(deployment_of(cell), refusal.reasons)
         return
     ledger_rows = cell.requests * (1 + cell.draft_length)
 
@@ -83,10 +83,10 @@ def _probe(unit: Unit, ctx: Context) -> None:
     try:
         engine, info = ctx.engine_for("optimized", probe.key)
     except DeploymentRefused as refusal:
-        _write_refusal(ctx, _deployment(probe.key), refusal.reasons, arm="optimized")
+        ctx.write_refusal(deployment_of(probe.key), refusal.reasons)
         return
     if probe.expect == "refused":
-        _write_refusal(ctx, _deployment(probe.key), [], arm="optimized", refused=False)
+        ctx.write_refusal(deployment_of(probe.key), [], refused=False)
         return
     steps = ctx.scope.knobs.decode_steps
     late = 1 if probe.step == "mixed" else 0
@@ -162,20 +162,9 @@ def _refusals(unit: Unit, ctx: Context) -> None:
         try:
             ctx.engines.get("optimized", acceptance="none", **wanted)
         except DeploymentRefused as refusal:
-            _write_refusal(ctx, deployment, refusal.reasons, arm="optimized")
+            ctx.write_refusal(deployment, refusal.reasons)
         else:
-            _write_refusal(ctx, deployment, [], arm="optimized", refused=False)
-
-
-def _deployment(cell: CellKey) -> dict[str, int]:
-    return {"tp": cell.tp, "dcp": cell.dcp, "draft_length": cell.draft_length, "requests": cell.requests}
-
-
-def _write_refusal(
-    ctx: Context, deployment: dict[str, int], reasons: list[str], *, arm: str, refused: bool = True
-) -> None:
-    proof = Evidence(kind="emulated", device="none: refused at start" if refused else "")
-    ctx.record(RefusalRecord, arm=arm, evidence=proof, deployment=deployment, refused=refused, reasons=reasons)
+            ctx.write_refusal(deployment, [], refused=False)
 
 
 __all__ = ["IsolationCheck", "Probe", "outside"]

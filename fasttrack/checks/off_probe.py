@@ -39,7 +39,7 @@ def main() -> None:
     module, _, attribute = job["target"].partition(":")
     package = module.partition(".")[0]
     if job["copy"]:
-        sys.meta_path.insert(0, OnlyIn(package))  # type: ignore[arg-type]
+        sys.meta_path.insert(0, OnlyIn(package))
     target = getattr(importlib.import_module(module), attribute)
     if job["copy"] and not _lies_in(Path(job["copy"]), package):
         raise RuntimeError(f"{package} was not imported from {job['copy']}")

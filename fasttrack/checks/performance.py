@@ -6,11 +6,11 @@ import time
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 
-from fasttrack.checks.base import Context, Unit, evidence
+from fasttrack.checks.base import Context, Unit, deployment_of, evidence
 from fasttrack.checks.schedule import together
 from fasttrack.manifest.model import Context as Bucket
 from fasttrack.records import CellKey, PerformanceRecord
-from fasttrack.target import Completion, Engine, EngineInfo, LedgerStep
+from fasttrack.target import Completion, DeploymentRefused, Engine, EngineInfo, LedgerStep
 
 if TYPE_CHECKING:
     from fasttrack.manifest.model import Manifest
@@ -51,7 +51,11 @@ class PerformanceCheck:
         for position, arm in enumerate(order):
             ctx.progress(position, len(order), arm)
             repeat = order[:position].count(arm)
-            engine, info = ctx.engine_for(arm, cell, acceptance)
+            try:
+                engine, info = ctx.engine_for(arm, cell, acceptance)
+            except DeploymentRefused as refusal:
+                ctx.write_refusal(deployment_of(cell), refusal.reasons)
+                return
             _measure(ctx, engine, info, arm, cell, bucket, prompt_tokens, tokens, acceptance, repeat)
 
 

@@ -10,8 +10,8 @@ from fasttrack.engines.cache import EngineCache
 from fasttrack.errors import UsageError
 from fasttrack.gates import GATES
 from fasttrack.manifest.model import Context
-from fasttrack.records import StepRecord, TraceRecord
-from fasttrack.target import EngineInfo, Limits
+from fasttrack.records import RefusalRecord, StepRecord, TraceRecord
+from fasttrack.target import DeploymentRefused, EngineInfo, Limits
 
 INFO = EngineInfo("embedded", ("cpu",), "", 100, 64, (0,), {}, "emulated")
 NO_PROBES = {"probes": []}
@@ -38,6 +38,22 @@ def test_a_ledger_that_lies_fails_the_witnesses(tmp_path):
     records = run_units(scope, tmp_path, cells_only, check="isolation", target=Sabotaged("false_ledger"))
     assert set(failing(records, scope)) == {"isolation.witnesses"}
     assert "saw no target op" in failing(records, scope)["isolation.witnesses"]
+
+
+def test_a_cell_that_the_target_refuses_is_a_failed_claim_and_no_crash(tmp_path):
+    class Refusing(Sabotaged):
+        def engine(self, spec):
+            if spec.arm == "optimized":
+                raise DeploymentRefused(["no multicast"])
+            return super().engine(spec)
+
+    scope = toy_scope(**NO_PROBES)
+    records = run_units(scope, tmp_path, cells_only, check="isolation", target=Refusing(""))
+    assert "no multicast" in failing(records, scope)["isolation.scope_coverage"]
+    for check, gate in (("performance", "performance.accounting"), ("evals", "evals.fidelity")):
+        records = run_units(scope, tmp_path, lambda u: "task" not in u.name, check=check, target=Refusing(""))
+        assert any(isinstance(r, RefusalRecord) for r in records)
+        assert GATES[gate](scope, records).verdict != "pass"
 
 
 def test_each_cell_gets_the_steps_the_tier_asks_for(toy_scope, toy_records):
