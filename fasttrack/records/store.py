@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -59,9 +60,22 @@ class RecordReader:
             for number, line in enumerate(file, start=1):
                 if not line.endswith("}\n"):  # torn by a kill: belongs to no finished attempt
                     continue
-                record = parse_record(line, where=f"{path.name}:{number}")
+                try:
+                    record = parse_record(line, where=f"{path.name}:{number}")
+                except UsageError:
+                    if _is_whole(line):
+                        raise
+                    continue  # torn just behind an inner brace, and ended by a later attempt
                 if self.finished.get(record.unit) == record.attempt:
                     yield record
+
+
+def _is_whole(line: str) -> bool:
+    try:
+        json.loads(line)
+    except ValueError:
+        return False
+    return True
 
 
 def _end_torn_line(path: Path) -> None:

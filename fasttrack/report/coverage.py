@@ -135,7 +135,9 @@ def _probe_row(probe: Probe, steps: list[StepRecord], refusals: list[RefusalReco
             found.add(step)
     refused = [refusal for refusal in refusals if refusal.refused]
     if refused:
-        observed = "refused at start: " + listing(dict.fromkeys(r for refusal in refused for r in refusal.reasons), 3)
+        observed = "refused at start: " + listing(
+            dict.fromkeys(r for refusal in refused for r in refusal.reasons), 3, "; "
+        )
     elif found.total:
         observed = ", ".join(f"{name} {n}" for name, n in sorted(found.reasons.items())) or "no fallback"
     else:

@@ -17,7 +17,7 @@ from fasttrack.report.tables import (
     environment_rows,
     evidence_stamps,
     gate_rows,
-    performance_rows,
+    performance_table,
     published_rows,
 )
 from fasttrack.report.text import cell, code, count, listing, number
@@ -57,7 +57,6 @@ def render(
     grid = coverage_grid(scope, records)
     counts = [found for row in grid.rows for found in row.counts if found]
     reasons = sum((found.reasons for found in counts), Counter[str]())
-    performance = performance_rows(records)
     differences, compared = arm_differences(records)
     stamps = evidence_stamps(records)
     return _template("report.md.j2").render(
@@ -78,8 +77,7 @@ def render(
         failed=run.journal.failed_attempts(),
         differences=differences,
         compared=compared,
-        performance=performance,
-        arms=sorted({arm for row in performance for arm in row.arms}),
+        performance=performance_table(records),
         limit=MAX_PERFORMANCE_ROWS,
         published=published_rows(scope, records),
         environment=environment_rows(run.environment),

@@ -82,73 +82,72 @@ def arm_differences(records: Iterable[Any]) -> tuple[list[ArmDifference], int]:
 
 def _resolved(record: EngineRecord) -> dict[str, Any]:
     switch = {f"switch {name}": value for name, value in record.switch.items()}
-    return {**record.config, **switch, "devices": record.devices, "checkpoint": record.checkpoint}
+    config = {key: value for key, value in record.config.items() if key not in record.switch}
+    return {**config, **switch, "devices": record.devices, "checkpoint": record.checkpoint}
 
 
 @dataclass(frozen=True)
 class PerformanceRow:
     cell: str
-    metric: str
-    per: str
-    unit: str
-    prefill: str
+    arm: str
     acceptance: str
     stamp: str
-    arms: Mapping[str, str]  #: arm -> "median (n)"
+    values: tuple[str, ...]  #: one per column
 
 
-def performance_rows(records: Iterable[Any]) -> list[PerformanceRow]:
-    """Medians per cell, metric and arm. Metrics, bases and evidence kinds are never combined."""
-    found: dict[tuple[str, ...], dict[str, list[float]]] = {}
+@dataclass(frozen=True)
+class PerformanceTable:
+    columns: tuple[str, ...]  #: "metric per basis, unit, prefill in or out"
+    rows: tuple[PerformanceRow, ...]
+
+
+def performance_table(records: Iterable[Any]) -> PerformanceTable:
+    """Medians: a row per cell, arm and evidence stamp, a column per metric and basis. Nothing is combined."""
+    found: dict[tuple[str, str, str, str], dict[str, list[float]]] = {}
+    columns: dict[str, None] = {}
     for record in records:
         if isinstance(record, PerformanceRecord):
             prefill = "in" if record.prefill_included else "out"
-            stamp: str = record.evidence.kind
-            cell = str(record.cell) if record.cell else "-"
-            key: tuple[str, ...]
-            key = (cell, record.metric, record.per, record.unit_of_measure, prefill, record.acceptance, stamp)
-            found.setdefault(key, {}).setdefault(record.arm, []).append(record.value)
-    rows = []
-    for (cell, metric, per, unit, prefill, acceptance, stamp), arms in found.items():
-        medians = {arm: _median(values) for arm, values in sorted(arms.items())}
-        rows.append(PerformanceRow(cell, metric, per, unit, prefill, acceptance, stamp, medians))
-    return rows
+            column = f"{record.metric} per {record.per}, {record.unit_of_measure}, prefill {prefill}"
+            row = (str(record.cell) if record.cell else "-", record.arm, record.acceptance, record.evidence.kind)
+            columns.setdefault(column)
+            found.setdefault(row, {}).setdefault(column, []).append(record.value)
+    rows = [
+        PerformanceRow(*row, tuple(_median(values[c]) if c in values else "" for c in columns))
+        for row, values in found.items()
+    ]
+    return PerformanceTable(tuple(columns), tuple(rows))
 
 
 def _median(values: list[float]) -> str:
-    return f"{number(statistics.median(values))} (n={len(values)})"
+    return f"{number(statistics.median(values), 4)}" + (f" (n={len(values)})" if len(values) > 1 else "")
 
 
 @dataclass(frozen=True)
 class PublishedRow:
     name: str
-    metric: str
-    value: str
-    baseline: str
+    figures: str  #: every figure of the experiment, digit for digit
     source: str
 
 
 def published_rows(scope: Scope, records: Iterable[Any]) -> list[PublishedRow]:
-    """Figures quoted from publications: the manifest's named cells, then published records that add to them."""
-    rows = [
-        PublishedRow(
-            cell.name,
-            figure.metric,
-            f"{number(figure.value)} {figure.unit}",
-            "" if figure.baseline is None else f"{number(figure.baseline)} {figure.unit}",
-            figure.source,
-        )
-        for cell in scope.manifest.named_cells
-        for figure in cell.published
-    ]
-    known = {(row.name, row.metric, row.value) for row in rows}
+    """Figures quoted from publications, a row per experiment and source: two sources are two experiments."""
+    found: dict[tuple[str, str], dict[str, None]] = {}
+    for cell in scope.manifest.named_cells:
+        for figure in cell.published:
+            base = "" if figure.baseline is None else f" (stock {_quoted(figure.baseline)})"
+            text = f"{figure.metric} {_quoted(figure.value)} {figure.unit}{base}"
+            found.setdefault((cell.name, figure.source), {}).setdefault(text)
     for record in records:
         if isinstance(record, PublishedRecord):
-            value = f"{number(record.value)} {record.unit_of_measure}"
-            row = PublishedRow(record.name, record.metric, value, "", record.evidence.source or record.setup)
-            if (row.name, row.metric, row.value) not in known:
-                rows.append(row)
-    return rows
+            text = f"{record.metric} {_quoted(record.value)} {record.unit_of_measure}"
+            found.setdefault((record.name, record.evidence.source or record.setup), {}).setdefault(text)
+    return [PublishedRow(name, "; ".join(figures), source) for (name, source), figures in found.items()]
+
+
+def _quoted(value: float) -> str:
+    """A published number with all its digits."""
+    return repr(int(value)) if value == int(value) else repr(value)
 
 
 def environment_rows(environment: Mapping[str, Any]) -> list[tuple[str, str]]:

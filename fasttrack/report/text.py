@@ -28,15 +28,15 @@ def code(value: Any, limit: int = 400) -> str:
     return "`" + plain(value, limit).replace("`", "'").replace("|", "¦") + "`"
 
 
-def number(value: float) -> str:
-    """Integers as they are, other numbers with four significant digits, never locale dependent."""
+def number(value: float, digits: int = 6) -> str:
+    """Integers as they are, other numbers with ``digits`` significant digits, never locale dependent."""
     if isinstance(value, int):
         return str(value)
     if not math.isfinite(value):
         return "nan" if math.isnan(value) else ("inf" if value > 0 else "-inf")
     if value == int(value) and abs(value) < 1e6:
         return str(int(value))
-    return f"{value:.4g}"
+    return f"{value:.{digits}g}"
 
 
 def pairs(values: Mapping[str, Any], limit: int = 24) -> str:
@@ -65,8 +65,8 @@ def count(how_many: int, noun: str, plural: str = "") -> str:
     return f"{how_many} {noun if how_many == 1 else plural or noun + 's'}"
 
 
-def listing(items: Iterable[str], limit: int = 6) -> str:
+def listing(items: Iterable[str], limit: int = 6, separator: str = ", ") -> str:
     """``a, b, c and 4 more``."""
     found = list(items)
-    shown = ", ".join(found[:limit])
+    shown = separator.join(found[:limit])
     return shown if len(found) <= limit else f"{shown} and {len(found) - limit} more"

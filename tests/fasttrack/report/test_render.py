@@ -88,7 +88,7 @@ def test_coverage_grid_counts_the_optimised_arm_and_leaves_probes_out(tmp_path: 
     records["isolation/probe/above"].append(step("isolation/probe/above", 1, 5, "stock"))
     text = report(tmp_path, records)
     assert table(text, "## Coverage") == [["decode, TP 2, short", "3/3", "3/4", "-"]]
-    assert "6 of 7 steps of claimed cells ran specialised." in text
+    assert "6 of 7 steps of claimed cells, over all checks, ran specialised." in text
     assert "Fallback reasons inside the scope: switched_off 1." in text
 
 
@@ -135,35 +135,36 @@ def test_arms_are_compared_option_by_option(tmp_path: Path):
 
 def test_performance_is_listed_with_its_stamp_and_never_as_a_ratio(tmp_path: Path):
     text = report(tmp_path)
-    header = "| cell | metric | per | unit | prefill | acceptance | stamp | optimized | stock |"
-    assert header in text
-    (row,) = table(text, "## Performance records")
-    assert row[1:] == [
-        "decode_throughput",
-        "aggregate",
-        "tokens/s",
-        "out",
-        "none",
-        "emulated",
-        "110.5 (n=1)",
-        "90 (n=1)",
+    column = "decode_throughput per aggregate, tokens/s, prefill out"
+    assert f"| cell | arm | stamp | acceptance | {column} |" in text
+    found = table(text, "## Performance records")
+    assert [row[1:] for row in found] == [
+        ["stock", "emulated", "none", "90"],
+        ["optimized", "emulated", "none", "110.5"],
     ]
     records = default_records()
-    records["performance/r1"] = [performance("stock", 1.0).model_copy(update={"metric": f"m{i}"}) for i in range(70)]
-    assert "10 more rows: `fasttrack show" in report(tmp_path / "b", records)
+    again = performance("stock", 92.0)
+    other = again.model_copy(update={"prefill_included": True, "value": 5.0})
+    records["performance/r1"] += [again, other]
+    found = table(report(tmp_path / "b", records), "## Performance records")
+    assert [row[4:] for row in found] == [["91 (n=2)", "5"], ["110.5", ""]]
+    records["performance/r1"] = [performance(f"sabotaged:{i}", 1.0) for i in range(70)]
+    assert "10 more rows: `fasttrack show" in report(tmp_path / "c", records)
 
 
-def test_published_figures_keep_their_source_and_stay_apart(tmp_path: Path):
+def test_published_figures_keep_their_digits_and_sources_stay_apart(tmp_path: Path):
     records = default_records()
     quoted = Evidence(kind="published", source="pull request table")
-    figure = {"name": "published-b1", "metric": "decode_throughput", "value": 838.0, "unit_of_measure": "tokens/s"}
-    own = [PublishedRecord(unit="performance/r1", evidence=quoted, setup="TP16, DL 7", **figure)]
-    records["performance/r1"] += own
-    text = report(tmp_path, records)
-    found = table(text, "## Published figures, quoted and not measured here")
-    assert found == [
-        ["published-b1", "decode_throughput", "193.3 tokens/s", "", "an article"],
-        ["published-b1", "decode_throughput", "838 tokens/s", "", "pull request table"],
+    figure = {"name": "published-b1", "metric": "decode_throughput", "value": 1274.8125, "unit_of_measure": "tokens/s"}
+    records["performance/r1"].append(
+        PublishedRecord(unit="performance/r1", evidence=quoted, setup="TP16, DL 7", **figure)
+    )
+    more = "{metric: speedup, unit: x, value: 1.73, baseline: 1, source: an article}"
+    manifest = MANIFEST.replace('source: "an article"}]', f'source: "an article"}}, {more}]')
+    text = report(tmp_path, records, manifest=manifest)
+    assert table(text, "## Published figures, quoted and not measured here") == [
+        ["published-b1", "decode_throughput 193.3 tokens/s; speedup 1.73 x (stock 1)", "an article"],
+        ["published-b1", "decode_throughput 1274.8125 tokens/s", "pull request table"],
     ]
     stamps = table(text, "## What the numbers may be used for")
     assert ["published", "pull request table", "1", "1 published"] in stamps
