@@ -11,7 +11,7 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -57,12 +57,18 @@ def save_checkpoint(
     Raises CheckpointError if ``path`` exists and is not an empty folder, or if a tensor's dtype or shape is not the
     released one.
     """
-    path = Path(path)
+    write_folder(Path(path), list(roster(config)), weights, to_released(config), shard_bytes)
+
+
+def write_folder(
+    path: Path, specs: Sequence[TensorSpec], weights: object, config: dict[str, Any], shard_bytes: int
+) -> None:
+    """Write the tensors ``specs`` find in ``weights``, the index and ``config`` to the new folder ``path``."""
     if path.exists() and not (path.is_dir() and not any(path.iterdir())):
         raise CheckpointError(f"{path}: already exists")
     shards: list[list[TensorSpec]] = []
     filled = 0
-    for spec in roster(config):
+    for spec in specs:
         if not shards or filled + spec.nbytes > shard_bytes:
             shards.append([])
             filled = 0
@@ -77,7 +83,7 @@ def save_checkpoint(
         weight_map = {spec.name: name for name, shard in zip(names, shards, strict=True) for spec in shard}
         total = sum(spec.nbytes for shard in shards for spec in shard)
         _write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
-        _write_json(folder / CONFIG, to_released(config))
+        _write_json(folder / CONFIG, config)
         folder.chmod(0o755)  # mkdtemp makes it private
         os.replace(folder, path)
     except BaseException:
@@ -89,7 +95,7 @@ def _write_json(file: Path, data: dict[str, Any]) -> None:
     file.write_text(json.dumps(data, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
-def _to_disk(weights: ModelWeights, spec: TensorSpec) -> Tensor:
+def _to_disk(weights: object, spec: TensorSpec) -> Tensor:
     value: Any = weights
     for step in spec.path:
         value = value[step] if isinstance(step, int) else getattr(value, step)
@@ -108,7 +114,7 @@ def _to_disk(weights: ModelWeights, spec: TensorSpec) -> Tensor:
 # ---------------------------------------------------------------------------------------------------- reading
 
 
-class _Shards:
+class Shards:
     """Tensors of a checkpoint by name, whichever file they are in."""
 
     def __init__(self, path: Path) -> None:
@@ -117,7 +123,7 @@ class _Shards:
             raise CheckpointError(f"{path}: no such checkpoint folder")
         self._open: dict[str, Any] = {}
         if (path / INDEX).is_file():
-            weight_map = _read_json(path / INDEX).get("weight_map")
+            weight_map = read_json(path / INDEX).get("weight_map")
             if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
                 raise CheckpointError(f"{path / INDEX}: weight_map must map tensor names to file names")
             self.files: dict[str, str] = weight_map
@@ -180,7 +186,7 @@ def _naming(file: Path, tensor: str | None = None) -> Iterator[None]:
         raise CheckpointError(f"{where}: truncated or not safetensors ({error})") from error
 
 
-def _read_json(file: Path) -> dict[str, Any]:
+def read_json(file: Path) -> dict[str, Any]:
     try:
         data = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -192,8 +198,8 @@ def _read_json(file: Path) -> dict[str, Any]:
     return data
 
 
-def _read_config(path: Path, shards: _Shards) -> KimiK3Config:
-    data = _read_json(path / CONFIG)
+def _read_config(path: Path, shards: Shards) -> KimiK3Config:
+    data = read_json(path / CONFIG)
     try:
         config = from_released(data, a_log_padding=0)
     except (ValueError, TypeError, KeyError) as error:
@@ -213,7 +219,7 @@ def _read_config(path: Path, shards: _Shards) -> KimiK3Config:
 def load_checkpoint(path: Path | str) -> tuple[KimiK3Config, ModelWeights]:
     """Configuration and weights of a checkpoint folder, on the CPU. Raises CheckpointError."""
     path = Path(path)
-    shards = _Shards(path)
+    shards = Shards(path)
     config = _read_config(path, shards)
     specs = list(roster(config))
     unknown = {n for n in shards.files if n.startswith(TEXT_PREFIX)} - {spec.name for spec in specs}
@@ -259,7 +265,7 @@ def checkpoint_digest(path: Path | str) -> str:
     The configuration counts because two models can differ in it alone. Raises CheckpointError.
     """
     path = Path(path)
-    shards = _Shards(path)
+    shards = Shards(path)
     config = _read_config(path, shards)
     digest = hashlib.sha256(json.dumps(to_released(config), sort_keys=True).encode())
     for spec in sorted(roster(config), key=lambda s: s.name):

@@ -35,7 +35,7 @@ _GATED_GAIN = 2.0  #: undoes the shrinkage of a sigmoid gate or a SiTU in front 
 _QUERY_GAIN = 1.5  #: softmax logits of the MLA: peaked enough that distant tokens matter
 
 
-class _Draw:
+class Draw:
     """Named random tensors of one model."""
 
     def __init__(self, seed: int) -> None:
@@ -73,7 +73,7 @@ class _Draw:
         return MXFP4Tensor(packed, scale)
 
 
-def _kda(config: KimiK3Config, draw: _Draw, name: str) -> KDAWeights:
+def _kda(config: KimiK3Config, draw: Draw, name: str) -> KDAWeights:
     hidden, width, heads, dim = config.hidden_size, config.kda_width, config.kda_num_heads, config.kda_head_dim
     taps = config.short_conv_kernel_size
     return KDAWeights(
@@ -94,7 +94,7 @@ def _kda(config: KimiK3Config, draw: _Draw, name: str) -> KDAWeights:
     )
 
 
-def _mla(config: KimiK3Config, draw: _Draw, name: str) -> MLAWeights:
+def _mla(config: KimiK3Config, draw: Draw, name: str) -> MLAWeights:
     hidden, heads, width = config.hidden_size, config.num_attention_heads, config.mla_width
     head = config.qk_nope_head_dim + config.qk_rope_head_dim
     kv_rows = heads * (config.qk_nope_head_dim + config.v_head_dim)
@@ -110,7 +110,7 @@ def _mla(config: KimiK3Config, draw: _Draw, name: str) -> MLAWeights:
     )
 
 
-def _dense(hidden: int, width: int, draw: _Draw, name: str) -> DenseWeights:
+def _dense(hidden: int, width: int, draw: Draw, name: str) -> DenseWeights:
     return DenseWeights(
         gate_proj=draw.linear(f"{name}.gate_proj", width, hidden),
         up_proj=draw.linear(f"{name}.up_proj", width, hidden),
@@ -118,7 +118,7 @@ def _dense(hidden: int, width: int, draw: _Draw, name: str) -> DenseWeights:
     )
 
 
-def _moe(config: KimiK3Config, draw: _Draw, name: str) -> MoEWeights:
+def _moe(config: KimiK3Config, draw: Draw, name: str) -> MoEWeights:
     hidden, latent, width = config.hidden_size, config.routed_expert_hidden_size, config.moe_intermediate_size
     count, group = config.num_experts, config.mxfp4_group
     return MoEWeights(
@@ -136,7 +136,7 @@ def _moe(config: KimiK3Config, draw: _Draw, name: str) -> MoEWeights:
 
 def random_layer(config: KimiK3Config, layer: int, seed: int) -> LayerWeights:
     """Layer ``layer`` (0-based) of :func:`random_weights`; a large model can be built layer by layer."""
-    draw, name = _Draw(seed), f"layers.{layer}"
+    draw, name = Draw(seed), f"layers.{layer}"
     kda, moe = config.is_kda(layer), config.is_moe(layer)
     return LayerWeights(
         input_layernorm=draw.norm(f"{name}.input_layernorm", config.hidden_size),
@@ -155,7 +155,7 @@ def random_weights(config: KimiK3Config, seed: int) -> ModelWeights:
 
     Equal ``(config, seed)`` give equal bits on every machine with the same torch CPU generator.
     """
-    draw = _Draw(seed)
+    draw = Draw(seed)
     return ModelWeights(
         embed_tokens=draw.normal("embed_tokens", config.vocab_size, config.hidden_size).bfloat16(),
         layers=[random_layer(config, layer, seed) for layer in range(config.num_hidden_layers)],
