@@ -70,17 +70,36 @@ class Layers:
 
 
 def candidates(heads: int, tokens: int, requests: int) -> Iterator[Settings]:
+    """Every geometry that could pay for this many (head, request) pairs."""
     items = heads * requests
-    for cluster in (1, 2, 4, 8):
-        if items * cluster < 40 or items * cluster > 1600:
-            continue
+    if items >= 48:
         for occupancy in (2, 3):
-            yield Settings(cluster=cluster, occupancy=occupancy)
-    best = choose(heads, tokens, requests)
-    yield replace(best, load_hint=0)
-    yield replace(best, store_hint=EVICT_FIRST)
-    yield replace(best, trigger="entry")
-    yield replace(best, trigger="end")
+            yield Settings(occupancy=occupancy)
+        yield Settings(lanes=16, occupancy=2)
+        yield Settings(occupancy=2, store_hint=EVICT_FIRST)
+        yield Settings(occupancy=2, trigger="entry")
+    if items > 132:
+        for resident in (1, 2):
+            yield Settings(occupancy=2, resident=resident)
+        yield Settings(occupancy=2, resident=2, store_hint=EVICT_FIRST)
+        yield Settings(occupancy=2, resident=2, load_hint=0)
+        yield Settings(occupancy=2, resident=2, lanes=16)
+        yield Settings(occupancy=2, resident=2, trigger="end")
+    if 24 <= items <= 384:
+        for occupancy in (2, 3):
+            yield Settings(cluster=2, occupancy=occupancy)
+    if items <= 96:
+        yield Settings(cluster=4, rows_per_pass=4)
+        yield Settings(cluster=4, lanes=16, rows_per_pass=4)
+        yield Settings(cluster=4, rows_per_pass=4, trigger="entry")
+    if items <= 24:
+        yield Settings(cluster=8, lanes=16, rows_per_pass=2)
+        yield Settings(cluster=8, warps=4, rows_per_pass=4)
+
+
+def describe(s: Settings) -> str:
+    hints = f"{'l' * (s.load_hint > 0)}{'s' * (s.store_hint > 0)}"
+    return f"c{s.cluster}w{s.warps}L{s.lanes}o{s.occupancy}r{s.resident} {hints} {s.trigger}"
 
 
 def measure(heads: int, requests: int, tokens: int, columns: int, floor: float, sweep: bool) -> list[bench.Timing]:
@@ -99,11 +118,7 @@ def measure(heads: int, requests: int, tokens: int, columns: int, floor: float, 
                 k = layers
                 kernels[i].run(k.projected, k.slots, k.accepted, k.conv[i], k.state[i], k.out[i])
 
-            note = (
-                f" c{s.cluster} o{s.occupancy} l{int(s.load_hint > 0)} s{int(s.store_hint > 0)} {s.trigger}"
-                if sweep
-                else ""
-            )
+            note = f" {describe(s)}" if sweep else ""
             name = f"kda_core h{heads} B{requests} q{tokens}{'n' if columns else ''}{note}"
             extra: dict[str, Any] = {"heads": heads, "requests": requests, "tokens": tokens, "settings": asdict(s)}
             t = bench.time_launches(name, launch, layers.count, bytes_per_launch=size, floor_tbps=floor, extra=extra)
@@ -116,11 +131,11 @@ def measure(heads: int, requests: int, tokens: int, columns: int, floor: float, 
 
 
 def copy_floor() -> float:
-    """TB/s of a device-to-device copy, bytes read plus bytes written."""
-    a = torch.empty(2_000_000_000, dtype=torch.uint8, device="cuda").random_(0, 255)
+    """TB/s of an elementwise kernel that reads one buffer and writes another, bytes read plus bytes written."""
+    a = torch.randn(500_000_000, device="cuda")
     b = torch.empty_like(a)
-    us, _, _ = bench.time_graph(bench.graph_of(lambda _: b.copy_(a), 1), 1, 20)
-    return 2 * a.numel() / us / 1e6
+    us, _, _ = bench.time_graph(bench.graph_of(lambda _: torch.neg(a, out=b), 1), 1, 20)
+    return 8 * a.numel() / us / 1e6
 
 
 def main() -> None:

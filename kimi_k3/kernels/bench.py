@@ -20,8 +20,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-#: total weights of a timed graph, at least: many times the 60 MB L2
-COLD_BYTES = 1_000_000_000
+#: total weights of a timed graph, at least: so many times the 60 MB L2 that what survives in it between replays is 1.5 %
+COLD_BYTES = 4_000_000_000
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class Timing:
         return self.floor_us / self.us if self.us else 0.0
 
 
-def distinct(bytes_per_launch: int, total: int = COLD_BYTES, least: int = 16, most: int = 512) -> int:
+def distinct(bytes_per_launch: int, total: int = COLD_BYTES, least: int = 16, most: int = 384) -> int:
     """How many launches with their own weights a timed graph should have."""
     return max(least, min(most, -(-total // max(1, bytes_per_launch))))
 

@@ -48,7 +48,18 @@ def make_kernel(epilogue: Epilogue, setting: Setting, m: int) -> RowsKernel | Ti
     tiles, s = token_tiles(m), setting
     if s.kind == "rows":
         return RowsKernel(epilogue, s.rows, s.stages, s.kblk, s.ksplit, s.warps, tiles)
-    return TilesKernel(epilogue, s.rows, s.stages, s.kblk, s.ksplit, s.wm, s.wk, tiles)
+    return TilesKernel(
+        epilogue,
+        s.rows,
+        s.stages,
+        s.kblk,
+        s.ksplit,
+        s.wm,
+        s.wk,
+        tiles,
+        warpgroup_mma=s.kind == "wgmma",
+        xstages=s.xstages,
+    )
 
 
 def fake_args() -> tuple[Any, ...]:
@@ -179,7 +190,7 @@ def _pointer(tensor: torch.Tensor, dtype: torch.dtype) -> Any:
 
 
 def _untriggered(s: Setting) -> tuple[Any, ...]:
-    return (s.kind, s.rows, s.stages, s.ksplit, s.kblk, s.warps, s.wm, s.wk)
+    return (s.kind, s.rows, s.stages, s.ksplit, s.kblk, s.warps, s.wm, s.wk, s.xstages)
 
 
 def make_inputs(

@@ -1,4 +1,4 @@
-"""The streaming projection for few tokens: y[b, N] = x[b, K] @ W[N, K]^T with b <= 8 (one m16n8 tile of tokens) or 16.
+"""The streaming projection for few tokens: y[b, N] = x[b, K] @ W[N, K]^T with x in registers: b <= 8 (one n8 tile of tokens), 16 or 32.
 
 block     ``rows`` consecutive rows of W x one of ``ksplit`` K ranges (a cluster)
 producer  one warp: one rank-3 TMA box [rows, 64, kblk/64] of W (128-byte swizzle) per stage into a ring of ``stages``;
@@ -7,7 +7,7 @@ consumers ``warps`` warps; kblk/32 of them share a stage, each takes a 32-wide K
           8 rows of W, weights as the M operand of m16n8k16, tokens as N. The K order inside a slice is permuted alike for
           both operands (lane 4 g + q owns the 8 consecutive k of 16-byte chunk 2 q + parity of its row), so swizzled reads
           have no bank conflicts and x comes straight from global memory into registers, ``ahead`` stages early
-end       the warps' partial sums, then the ranks' (st.async to rank 0), in a fixed order: deterministic
+end       the warps' partial sums, then the ranks' (sent to rank 0), in a fixed order: deterministic
 
 ``trigger`` (run time): dependents are launched when the producer has that many boxes left to issue; >= all of them: right
 after the wait; -1: before the wait. Any position is safe for a successor that waits before it touches y; what differs is
@@ -30,7 +30,7 @@ from kimi_k3.kernels.stream_projection_epilogue import Epilogue, Output
 
 
 class RowsKernel(Output):
-    """``tiles``: n8 tiles of tokens (1: b <= 8, 2: b <= 16). Raises ValueError for a geometry that does not divide."""
+    """``tiles``: n8 tiles of tokens, b <= 8 * tiles. Raises ValueError for a geometry that does not divide."""
 
     def __init__(self, epilogue: Epilogue, rows: int, stages: int, kblk: int = 128, ksplit: int = 1, warps: int = 8,
                  tiles: int = 1) -> None:  # fmt: skip
@@ -47,7 +47,7 @@ class RowsKernel(Output):
         if self.nst % self.groups:
             raise ValueError(f"{n}x{k}: {self.nst} stages do not divide over {self.groups} warp groups")
         self.turns = self.nst // self.groups  # stages of a warp
-        self.ahead = max(d for d in range(1, 9 if tiles == 1 else 5) if self.turns % d == 0)
+        self.ahead = max(d for d in range(1, {1: 8, 2: 4, 4: 2, 8: 1}[tiles] + 1) if self.turns % d == 0)
         self.stages = min(stages, self.nst)
         if self.stages != self.nst and self.stages % self.groups:
             raise ValueError(f"{n}x{k}: a ring of {self.stages} slots does not divide over {self.groups} warp groups")
@@ -57,8 +57,11 @@ class RowsKernel(Output):
         self.blocks = -(-epilogue.columns // self.half)
         self.threads = 32 * warps + 32
         self.box = rows * kblk * 2
-        self.smem = self.stages * (self.box + 16) + 4 * warps * self.tokens * self.pitch + 8
-        self.smem += 4 * ksplit * self.tokens * rows if ksplit > 1 else 0
+        # many tokens have large partial tiles: they reuse the drained ring, at the price of one more block barrier
+        self.reuse = tiles > 1
+        partial = 4 * warps * self.tokens * self.pitch
+        self.region = max(self.stages * self.box, partial) if self.reuse else self.stages * self.box + partial
+        self.smem = self.region + 16 * self.stages + 8 + (4 * ksplit * self.tokens * rows if ksplit > 1 else 0)
 
     @cute.jit
     def __call__(self, x: cute.Pointer, w: cute.Pointer, y: cute.Pointer, y32: cute.Pointer, table: cute.Pointer,
@@ -89,10 +92,10 @@ class RowsKernel(Output):
         W: cutlass.Constexpr = self.warps
         T: cutlass.Constexpr = self.tokens
         smem = cmem.SmemAllocator()
-        ring = smem.allocate(S * self.box, 1024)
-        red = smem.allocate_tensor(
-            Float32, cute.make_layout((W, T, self.pitch), stride=(T * self.pitch, self.pitch, 1)), 16
-        )
+        ring = smem.allocate(self.region, 1024)
+        at = ring if self.reuse else ring + S * self.box
+        tiles = cute.make_layout((W, T, self.pitch), stride=(T * self.pitch, self.pitch, 1))
+        red = cute.make_tensor(cute.recast_ptr(at, dtype=Float32), tiles)
         bars = smem.allocate_array(Uint64, 2 * S + 1)  # full, empty, cluster sum
         part = red
         if cutlass.const_expr(self.ksplit > 1):
@@ -106,9 +109,10 @@ class RowsKernel(Output):
             cute.arch.mbarrier_init_fence()
             if cutlass.const_expr(self.ksplit > 1):
                 if rank == 0:
-                    cute.arch.mbarrier_arrive_and_expect_tx(bars + 2 * S, b * (self.ksplit * self.rows * 4))
+                    sources: cutlass.Constexpr = self.ksplit - 1 if self.reuse else self.ksplit
+                    cute.arch.mbarrier_arrive_and_expect_tx(bars + 2 * S, b * (sources * self.rows * 4))
         if cutlass.const_expr(self.ksplit > 1):
-            cute.arch.cluster_arrive()
+            cute.arch.cluster_arrive_relaxed()  # the barrier's initialisation is fenced for the cluster
         cute.arch.sync_threads()
         if warp == W:
             g0 = cute.local_tile(t0, (self.half, 64, self.kblk // 64), (block, 0, None))
@@ -128,6 +132,8 @@ class RowsKernel(Output):
                 s = i % S
                 cu.wait_uniform(bars + S + s, (i // S - 1) % 2)
                 self.load(w0, g0, w1, g1, layout, ring + s * self.box, bars + s, first + i)
+            if cutlass.const_expr(self.reuse):
+                cute.arch.sync_threads()
         else:
             self.consume(ring, bars, red, x, ldx, b, rank, warp, tid % 32)
         cute.arch.sync_threads()
@@ -182,6 +188,8 @@ class RowsKernel(Output):
                     cute.arch.mbarrier_arrive(bars + S + s)
                 if t0 + P < self.turns:
                     self.fetch(xr, p, xbase, Int64(turn + P) * step)
+        if cutlass.const_expr(self.reuse):
+            cute.arch.sync_threads()  # every warp is done with the ring
         for m in cutlass.range_constexpr(self.mt):
             for t in cutlass.range_constexpr(NT):
                 for v in cutlass.range_constexpr(4):
@@ -204,11 +212,21 @@ class RowsKernel(Output):
         else:
             cute.arch.cluster_wait()  # rank 0 runs and its barrier is armed
             bar0 = cu.mapa(Int32(bar.toint()), 0)
-            base = cu.mapa(Int32(part.iterator.toint()), 0) + rank * (4 * self.tokens * R)
+            mine = Int32(part.iterator.toint()) + rank * (4 * self.tokens * R)
+            base = cu.mapa(mine, 0)
             for i in range(tid, (R // 2) * b, self.threads):
                 token, r = i // (R // 2), 2 * (i % (R // 2))
                 v = self.add(red, self.warps, token, r)
-                cu.st_async2(base + 4 * (token * R + r), (cu.f2i(v[0]), cu.f2i(v[1])), bar0)
+                at = 4 * (token * R + r)
+                if cutlass.const_expr(self.reuse):
+                    cu.sts2(mine + at, (cu.f2i(v[0]), cu.f2i(v[1])))
+                else:
+                    cu.st_async2(base + at, (cu.f2i(v[0]), cu.f2i(v[1])), bar0)
+            if cutlass.const_expr(self.reuse):  # many small remote stores are slow: one bulk copy
+                cu.fence_async_shared()
+                cute.arch.sync_threads()
+                if (tid == 0) & (rank != 0):
+                    cu.bulk_to_block(base, mine, b * (4 * R), bar0)
             if rank == 0:
                 cu.wait_cluster(bar, 0)
                 for i in range(tid, pairs * b, self.threads):
@@ -218,6 +236,9 @@ class RowsKernel(Output):
                         u = self.add(part, self.ksplit, token, self.half + r)
                         v = [self.situ(v[0], u[0]), self.situ(v[1], u[1])]
                     self.emit(y, y32, table, ldy, ld32, token, block * self.half + r, v[0], v[1])
+            if cutlass.const_expr(self.reuse):
+                cute.arch.cluster_arrive_relaxed()
+                cute.arch.cluster_wait()  # the copy out of this block has been read
 
     @cute.jit
     def add(self, source, count: cutlass.Constexpr, token, row):

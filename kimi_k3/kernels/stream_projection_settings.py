@@ -29,6 +29,7 @@ class Setting:
     wm: int = 4
     wk: int = 1
     trigger: int = 4
+    xstages: int = 0  #: ring of x, tiles kernel; 0: as deep as W's
 
 
 def token_tiles(m: int) -> int:
@@ -40,13 +41,120 @@ def token_tiles(m: int) -> int:
 
 #: (n, k, SiTU) -> token tiles -> setting, as measured on an H200
 TUNED: dict[tuple[int, int, bool], dict[int, Setting]] = {
-    (6288, 7168, False): {1: Setting("rows", 24, 12, trigger=4)},
-    (3216, 7168, False): {1: Setting("rows", 16, 18, trigger=16)},
-    (3648, 7168, False): {1: Setting("rows", 16, 18, trigger=8)},
-    (7168, 1536, False): {1: Setting("rows", 56, 6, trigger=2)},
-    (7168, 768, False): {1: Setting("rows", 32, 6, trigger=-1)},
-    (1536, 7168, False): {1: Setting("rows", 56, 6, ksplit=4, trigger=2)},
-    (560, 7168, False): {1: Setting("rows", 32, 8, ksplit=7, trigger=-1)},
+    (288, 7168, False): {
+        1: Setting("rows", 24, 8, ksplit=7, trigger=1000),
+        2: Setting("rows", 16, 8, ksplit=7, trigger=1000),
+        4: Setting("rows", 16, 8, ksplit=7, trigger=1000),
+        8: Setting("wgmma", 64, 6, ksplit=8, kblk=64, trigger=2),
+    },
+    (560, 7168, False): {
+        1: Setting("rows", 32, 8, ksplit=7, trigger=-1),
+        2: Setting("rows", 16, 8, ksplit=7, trigger=1000),
+        4: Setting("wgmma", 64, 8, ksplit=8, kblk=64, trigger=2),
+        8: Setting("wgmma", 64, 6, ksplit=8, kblk=64, trigger=2),
+    },
+    (768, 7168, True): {
+        1: Setting("rows", 32, 8, ksplit=7, trigger=-1),
+        2: Setting("rows", 16, 8, ksplit=7, trigger=-1),
+        4: Setting("wgmma", 128, 5, ksplit=8, kblk=64, trigger=2),
+        8: Setting("wgmma", 128, 4, ksplit=8, kblk=64, trigger=1000),
+    },
+    (1152, 1536, False): {
+        1: Setting("rows", 40, 1, ksplit=8, kblk=192, warps=6, trigger=1000),
+        2: Setting("wgmma", 64, 3, ksplit=4, trigger=1000),
+        4: Setting("wgmma", 64, 3, ksplit=4, trigger=1000),
+        8: Setting("wgmma", 64, 3, ksplit=4, trigger=1000),
+    },
+    (1536, 7168, True): {
+        1: Setting("rows", 16, 4, ksplit=4, kblk=256, trigger=3),
+        2: Setting("wgmma", 128, 5, ksplit=8, kblk=64, trigger=2),
+        4: Setting("wgmma", 128, 5, ksplit=8, kblk=64, wm=8, trigger=2),
+        8: Setting("wgmma", 128, 4, ksplit=8, kblk=64, trigger=2),
+    },
+    (2304, 1536, False): {
+        1: Setting("rows", 32, 4, ksplit=3, trigger=-1),
+        2: Setting("wgmma", 64, 3, ksplit=4, trigger=1000),
+        4: Setting("wgmma", 64, 3, ksplit=4, trigger=1000),
+        8: Setting("wgmma", 64, 3, ksplit=4, trigger=1000),
+    },
+    (2880, 7168, False): {
+        1: Setting("rows", 24, 12, ksplit=2, trigger=3),
+        2: Setting("wgmma", 64, 7, ksplit=4, kblk=64, trigger=2),
+        4: Setting("wgmma", 64, 6, ksplit=4, kblk=64, trigger=2),
+        8: Setting("wgmma", 64, 4, ksplit=4, kblk=64, trigger=2),
+    },
+    (3216, 7168, False): {
+        1: Setting("rows", 32, 12, ksplit=2, trigger=8),
+        2: Setting("rows", 32, 5, ksplit=2, kblk=256, trigger=3),
+        4: Setting("wgmma", 64, 8, ksplit=4, kblk=64, trigger=2),
+        8: Setting("wgmma", 64, 3, ksplit=4, trigger=-1),
+    },
+    (3648, 7168, False): {
+        1: Setting("rows", 32, 12, ksplit=2, trigger=2),
+        2: Setting("wgmma", 64, 10, ksplit=2, kblk=64, trigger=2),
+        4: Setting("wgmma", 64, 8, ksplit=2, kblk=64, trigger=2),
+        8: Setting("wgmma", 64, 6, ksplit=4, kblk=64, trigger=2),
+    },
+    (4224, 7168, True): {
+        1: Setting("rows", 32, 12, ksplit=2, trigger=2),
+        2: Setting("rows", 16, 18, trigger=2),
+        4: Setting("rows", 32, 9, ksplit=2, warps=4, trigger=2),
+        8: Setting("wgmma", 128, 3, ksplit=4, kblk=64, wm=8, trigger=2),
+    },
+    (6288, 7168, False): {
+        1: Setting("rows", 48, 8, ksplit=2, warps=4, trigger=8),
+        2: Setting("rows", 32, 6, ksplit=2, warps=4, trigger=2),
+        4: Setting("wgmma", 64, 6, ksplit=2, kblk=64, trigger=-1),
+        8: Setting("wgmma", 64, 3, ksplit=2, trigger=-1),
+    },
+    (7168, 384, False): {
+        1: Setting("rows", 32, 2, kblk=192, warps=6, trigger=1000),
+        2: Setting("wgmma", 64, 3, trigger=1000),
+        4: Setting("wgmma", 64, 3, trigger=1000),
+        8: Setting("wgmma", 64, 3, trigger=1000),
+    },
+    (7168, 768, False): {
+        1: Setting("rows", 32, 3, kblk=256, trigger=-1),
+        2: Setting("wgmma", 64, 6, ksplit=2, kblk=64, trigger=-1),
+        4: Setting("wgmma", 64, 8, kblk=64, trigger=2),
+        8: Setting("wgmma", 64, 6, kblk=64, trigger=2),
+    },
+    (7168, 1536, False): {
+        1: Setting("rows", 24, 4, kblk=256, trigger=-1),
+        2: Setting("rows", 32, 4, kblk=256, trigger=3),
+        4: Setting("wgmma", 64, 8, kblk=64, trigger=2),
+        8: Setting("wgmma", 64, 6, kblk=64, trigger=2),
+    },
+    (7168, 2112, False): {
+        1: Setting("rows", 40, 4, kblk=192, warps=6, trigger=-1),
+        2: Setting("tiles", 64, 10, kblk=64, trigger=2),
+        4: Setting("wgmma", 64, 8, kblk=64, trigger=2),
+        8: Setting("wgmma", 64, 6, kblk=64, trigger=2),
+    },
+    (7168, 4224, False): {
+        1: Setting("rows", 32, 9, warps=4, trigger=2),
+        2: Setting("wgmma", 64, 10, ksplit=2, kblk=64, trigger=2),
+        4: Setting("wgmma", 64, 8, kblk=64, trigger=2),
+        8: Setting("wgmma", 64, 6, ksplit=2, kblk=64, trigger=3),
+    },
+    (8448, 7168, True): {
+        1: Setting("rows", 32, 10, trigger=8),
+        2: Setting("rows", 32, 9, warps=4, trigger=1000),
+        4: Setting("wgmma", 128, 5, ksplit=2, kblk=64, wm=8, trigger=2),
+        8: Setting("wgmma", 128, 4, ksplit=2, kblk=64, wm=8, trigger=2),
+    },
+    (10240, 7168, False): {
+        1: Setting("rows", 80, 4, ksplit=2, warps=4, trigger=2),
+        2: Setting("rows", 80, 4, ksplit=2, warps=4, trigger=2),
+        4: Setting("rows", 40, 7, warps=4, trigger=2),
+        8: Setting("wgmma", 128, 3, ksplit=2, kblk=64, wm=8, trigger=2),
+    },
+    (20480, 7168, False): {
+        1: Setting("rows", 80, 4, warps=4, trigger=8),
+        2: Setting("rows", 80, 4, warps=4, trigger=8),
+        4: Setting("rows", 80, 3, warps=4, trigger=-1),
+        8: Setting("wgmma", 128, 3, kblk=64, trigger=1000),
+    },
 }
 
 
@@ -99,6 +207,9 @@ def _many(shape: ProjectionShape, tiles: int) -> Setting:
             stage = (rows + 8 * tiles) * kblk * 2
             stages = min(boxes // ksplit, CO_RESIDENT // stage)
             if best is None or cost < best[0]:
-                best = (cost, Setting("tiles", rows, stages, ksplit, kblk, trigger=-1 if stages * ksplit == boxes else 2))
+                best = (
+                    cost,
+                    Setting("tiles", rows, stages, ksplit, kblk, trigger=-1 if stages * ksplit == boxes else 2),
+                )
     assert best is not None
     return best[1]

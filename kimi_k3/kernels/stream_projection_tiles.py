@@ -3,12 +3,14 @@
 With b tokens every block reads K b elements of x from L2 beside its K rows elements of W, so blocks must own many rows:
 ``rows`` rows of W x one of ``ksplit`` K ranges (a cluster), which keeps the number of blocks near the number of SMs.
 
-producer  one warp: per stage one TMA box [rows, kblk] of W and one [tokens, kblk] of x, one barrier for both. The W boxes of
-          the first ``stages`` stages are issued before griddepcontrol.wait, the x boxes after it
+producer  one warp: per stage one TMA box [rows, kblk] of W and one [tokens, kblk] of x, one barrier for both. x has a shorter
+          ring (``xstages``): it comes from L2, and what counts while the predecessor ends is how much of W is under way.
+          The first ``stages`` W boxes are issued before griddepcontrol.wait, x after it
 consumers wm x wk warps; a warp multiplies rows/wm rows with all tokens over every wk-th 32-wide K slice of a stage. Same
-          permuted K order as the kernel for few tokens: both operands are 16-byte conflict-free reads, no ldmatrix
-end       rank r owns 1/ksplit of the rows: every warp sends its partial rows to their owners (st.async into the ring, which is
-          drained by then), the owner adds them in (rank, warp) order and emits. Deterministic
+          permuted K order as the kernel for few tokens: both operands are 16-byte conflict-free reads, no ldmatrix.
+          On sm_90a optionally wm/4 warpgroups with wgmma, which reads both operands from shared memory itself
+end       rank r owns 1/ksplit of the rows: every block puts its partial rows into its drained ring and sends each owner its
+          slab by one bulk copy; the owner adds the slabs in (rank, warp) order and emits. Deterministic
 
 Rows of x beyond b are outside the tensor map and read as zeros. ``trigger`` as in the kernel for few tokens.
 """
@@ -30,26 +32,35 @@ class TilesKernel(Output):
     """``tiles``: n8 tiles of tokens. Raises ValueError for a geometry that does not divide."""
 
     def __init__(self, epilogue: Epilogue, rows: int, stages: int, kblk: int = 64, ksplit: int = 1, wm: int = 4,
-                 wk: int = 2, tiles: int = 2, ldx: int = 0, min_blocks: int = 1) -> None:  # fmt: skip
+                 wk: int = 2, tiles: int = 2, ldx: int = 0, warpgroup_mma: bool = False,
+                 xstages: int = 0) -> None:  # fmt: skip
         n, k, situ = epilogue.shape.n, epilogue.shape.k, epilogue.shape.situ
         self.epilogue, self.n, self.k, self.rows, self.kblk, self.ksplit = epilogue, n, k, rows, kblk, ksplit
-        self.wm, self.wk, self.tiles, self.ldx, self.min_blocks = wm, wk, tiles, ldx or k, min_blocks
+        self.wm, self.wk, self.tiles, self.ldx, self.wgmma = wm, wk, tiles, ldx or k, warpgroup_mma
         self.halves = 2 if situ else 1
         self.half = rows // self.halves
         self.warps, self.tokens, self.mt = wm * wk, 8 * tiles, rows // (16 * wm)
         self.slices = kblk // 32 // wk  # 32-wide K slices of a warp and stage
         if rows % (16 * wm) or self.half % 8 or kblk % 64 or k % (kblk * ksplit) or (kblk // 32) % wk:
             raise ValueError(f"{n}x{k}: rows {rows}, kblk {kblk}, ksplit {ksplit}, warps {wm}x{wk} do not divide")
+        if warpgroup_mma and (wk != 1 or wm % 4 or self.half % 64):
+            raise ValueError(f"{n}x{k}: warpgroups need 64-row blocks, wk 1 and wm 4 or 8; got {self.half}, {wk}, {wm}")
         if self.half % (8 * ksplit):
-            raise ValueError(f"{n}x{k}: {self.half} output columns of a block do not divide over {ksplit} ranks in eights")
+            raise ValueError(
+                f"{n}x{k}: {self.half} output columns of a block do not divide over {ksplit} ranks in eights"
+            )
         self.own = self.half // ksplit  # output columns of a rank
         self.nst = k // ksplit // kblk
         self.stages = min(stages, self.nst)
+        self.xstages = min(xstages or self.stages, self.stages)
         self.wbox, self.xbox = rows * kblk * 2, self.tokens * kblk * 2
-        self.stage = self.wbox + self.xbox
-        self.pitch = self.tokens + 2  # floats per row of a partial tile: even for 8-byte stores, no bank conflicts
+        self.pitch = (
+            self.tokens + 4
+        )  # floats per row of a partial tile: few bank conflicts both ways, slabs of 16 bytes
         self.slab = self.halves * self.own * self.pitch  # floats one source sends to one owner
-        self.region = max(self.stages * self.stage, 4 * ksplit * wk * self.slab)
+        self.region = max(
+            self.stages * self.wbox + self.xstages * self.xbox, 4 * (ksplit + (ksplit > 1) * ksplit) * wk * self.slab
+        )
         self.smem = self.region + 16 * self.stages + 8
         self.blocks = -(-epilogue.columns // self.half)
         self.threads = 32 * self.warps + 32
@@ -74,7 +85,7 @@ class TilesKernel(Output):
         self.kernel(w0, t0, w1, t1, xa, xt, layout, xlayout, y, y32, table, ldy, ld32, b, trigger).launch(
             grid=(self.ksplit, self.blocks, 1), block=(self.threads, 1, 1),
             cluster=(self.ksplit, 1, 1) if self.ksplit > 1 else None, stream=stream, use_pdl=True,
-            min_blocks_per_mp=self.min_blocks, preferred_smem_carveout=100)  # fmt: skip
+            min_blocks_per_mp=1, preferred_smem_carveout=100)  # fmt: skip
 
     @cute.kernel
     def kernel(self, w0: cute.CopyAtom, t0: cute.Tensor, w1: cute.CopyAtom, t1: cute.Tensor, xa: cute.CopyAtom,
@@ -85,6 +96,7 @@ class TilesKernel(Output):
         rank, block, _ = cute.arch.block_idx()
         warp = cute.arch.make_warp_uniform(tid // 32)
         S: cutlass.Constexpr = self.stages
+        X: cutlass.Constexpr = self.xstages
         smem = cmem.SmemAllocator()
         ring = smem.allocate(self.region, 1024)
         bars = smem.allocate_array(Uint64, 2 * S + 1)  # full, empty, exchange
@@ -95,7 +107,7 @@ class TilesKernel(Output):
             cute.arch.mbarrier_init(bars + 2 * S, 1)
             cute.arch.mbarrier_init_fence()
             if cutlass.const_expr(self.ksplit > 1):
-                received: cutlass.Constexpr = self.ksplit * self.wk * self.halves * self.own * self.tokens * 4
+                received: cutlass.Constexpr = (self.ksplit - 1) * self.wk * self.slab * 4
                 cute.arch.mbarrier_arrive_and_expect_tx(bars + 2 * S, received)
         cute.arch.sync_threads()
         acc = cute.make_rmem_tensor(cute.make_layout((self.mt, self.tiles, 4), stride=(4 * self.tiles, 4, 1)), Float32)
@@ -106,38 +118,49 @@ class TilesKernel(Output):
             first = rank * self.nst
             if trigger < 0:
                 cu.pdl_trigger()
+            xring = ring + S * self.wbox
             for i in cutlass.range_constexpr(S):
-                self.load_w(w0, g0, w1, g1, layout, ring + i * self.stage, bars + i, first + i)
+                self.load_w(w0, g0, w1, g1, layout, ring + i * self.wbox, bars + i, first + i)
             cu.pdl_wait()
-            for i in cutlass.range_constexpr(S):
-                self.copy(xa, gx, xlayout, ring + (i * self.stage + self.wbox), bars + i, first + i, cu.EVICT_LAST)
-            late = self.nst - trigger
-            if (trigger >= 0) & (late <= S):
+            for i in cutlass.range_constexpr(X):
+                self.copy(xa, gx, xlayout, xring + i * self.xbox, bars + i, first + i, cu.EVICT_LAST)
+            late = self.nst - S - trigger  # stages that are consumed when `trigger` W boxes are left
+            if (trigger >= 0) & (late <= 0):
                 cu.pdl_trigger()
-            for i in cutlass.range(S, self.nst, unroll=1):
-                if i == late:
+            for j in cutlass.range(0, self.nst - X, unroll=1):
+                if (j == late) & (late > 0):
                     cu.pdl_trigger()
-                s = i % S
-                cu.wait_uniform(bars + S + s, (i // S - 1) % 2)
-                self.load_w(w0, g0, w1, g1, layout, ring + s * self.stage, bars + s, first + i)
-                self.copy(xa, gx, xlayout, ring + (s * self.stage + self.wbox), bars + s, first + i, cu.EVICT_LAST)
+                s = j % S
+                cu.wait_uniform(bars + S + s, (j // S) % 2)
+                if j < self.nst - S:
+                    self.load_w(w0, g0, w1, g1, layout, ring + s * self.wbox, bars + s, first + j + S)
+                n = j + X  # the barrier of stage n is armed: X <= S
+                self.copy(xa, gx, xlayout, xring + (j % X) * self.xbox, bars + n % S, first + n, cu.EVICT_LAST)
         else:
             acc.fill(0.0)
             cu.pdl_wait()
-            self.multiply(ring, bars, acc, warp, tid % 32)
-        cu.fence_async_shared()
+            if cutlass.const_expr(self.wgmma):
+                self.multiply_warpgroup(ring, bars, acc, warp, tid % 32)
+            else:
+                self.multiply(ring, bars, acc, warp, tid % 32)
+        cu.fence_async_shared()  # also completes this thread's reads of the ring, so that a relaxed arrive suffices
         if cutlass.const_expr(self.ksplit > 1):
-            cute.arch.cluster_arrive()  # every block is done with its ring, and every exchange barrier is armed
-            cute.arch.cluster_wait()
-        else:
-            cute.arch.sync_threads()
+            cute.arch.cluster_arrive_relaxed()  # peers may write to this ring once all blocks are here
+        cute.arch.sync_threads()
         if warp < self.warps:
-            self.send(ring, bars + 2 * S, acc, rank, warp, tid % 32)
+            self.keep(ring, acc, rank, warp, tid % 32)
+        cu.fence_async_shared()
+        cute.arch.sync_threads()
         if cutlass.const_expr(self.ksplit > 1):
+            cute.arch.cluster_wait()
+            if tid < self.ksplit:
+                if tid != rank:
+                    self.send(ring, bars + 2 * S, rank, tid)
             cu.wait_cluster(bars + 2 * S, 0)
-        else:
-            cute.arch.sync_threads()
+            cute.arch.cluster_arrive_relaxed()  # what was sent to this block has arrived
         self.finish(ring, y.toint(), y32.toint(), table.toint(), ldy, ld32, b, rank, block, tid)
+        if cutlass.const_expr(self.ksplit > 1):
+            cute.arch.cluster_wait()  # all copies out of this block have been read
 
     @cute.jit
     def multiply(self, ring, bars, acc, warp, lane):
@@ -151,8 +174,8 @@ class TilesKernel(Output):
             for j in cutlass.range_constexpr(self.slices):
                 piece = wk + j * self.wk
                 sub, chunk = piece // 2, ((2 * q + piece % 2) ^ g) * 16 + g * 128
-                at = base + s * self.stage + chunk
-                xat = at + self.wbox + sub * (self.tokens * 128)
+                at = base + s * self.wbox + chunk
+                xat = base + S * self.wbox + (i % self.xstages) * self.xbox + chunk + sub * (self.tokens * 128)
                 xr = [cu.lds4(xat + 1024 * t) for t in range(self.tiles)]
                 for m in cutlass.range_constexpr(self.mt):
                     j8 = wm * (2 * self.mt) + 2 * m
@@ -172,6 +195,37 @@ class TilesKernel(Output):
                 cute.arch.mbarrier_arrive(bars + S + s)
 
     @cute.jit
+    def multiply_warpgroup(self, ring, bars, acc, warp, lane):
+        """One warpgroup: every (wm/4)-th 64-row block. A slot is released one stage late, when its reads are complete;
+        wgmma reads through the async proxy like TMA, so no proxy fence is needed here."""
+        S: cutlass.Constexpr = self.stages
+        group = warp // 4
+        base = Int32(ring.toint())
+        for i in cutlass.range(0, self.nst, unroll=1):
+            s = i % S
+            cu.wait_uniform(bars + s, (i // S) % 2)
+            at = base + s * self.wbox
+            xslot = base + S * self.wbox + (i % self.xstages) * self.xbox
+            cu.wgmma_fence()
+            for step in cutlass.range_constexpr(self.kblk // 16):
+                sub: cutlass.Constexpr = step // 4
+                xat = xslot + (sub * (self.tokens * 128) + (step % 4) * 32)
+                for m in cutlass.range_constexpr(self.mt):
+                    block = m * (self.wm // 4) + group
+                    wat = at + self.block_offset(8 * block, sub) + (step % 4) * 32
+                    c = [acc[m, t, v] for t in range(self.tiles) for v in range(4)]
+                    d = cu.wgmma_bf16(cu.wgmma_descriptor(wat), cu.wgmma_descriptor(xat), c)
+                    for t in cutlass.range_constexpr(self.tiles):
+                        for v in cutlass.range_constexpr(4):
+                            acc[m, t, v] = d[4 * t + v]
+            cu.wgmma_commit()
+            cu.wgmma_wait(1)
+            if i > 0:
+                if lane == 0:
+                    cute.arch.mbarrier_arrive(bars + S + (i - 1) % S)
+        cu.wgmma_wait(0)
+
+    @cute.jit
     def block_offset(self, j8, sub):
         """Byte offset of 8-row block ``j8``, 64-wide sub-block ``sub``: boxes of ``half`` rows, each [kblk/64][half][64]."""
         if cutlass.const_expr(self.halves == 1):
@@ -180,27 +234,34 @@ class TilesKernel(Output):
         return (j8 // per) * (self.half * self.kblk * 2) + sub * (self.half * 128) + (j8 % per) * 1024
 
     @cute.jit
-    def send(self, ring, bar, acc, rank, warp, lane):
-        """A warp's accumulators to the owners of their rows: slab [source][gate | up][column][token]."""
+    def keep(self, ring, acc, rank, warp, lane):
+        """A warp's accumulators to shared memory as slabs [gate | up][column][token]: received ones first (one per source,
+        this block's own in place), then the outgoing ones of every owner."""
         g, q = lane // 4, lane % 4
         wm, wk = warp % self.wm, warp // self.wm
-        source = rank * self.wk + wk
         local = Int32(ring.toint())
-        barrier = Int32(bar.toint())
         for m in cutlass.range_constexpr(self.mt):
             for h in cutlass.range_constexpr(2):
-                j8 = wm * (2 * self.mt) + 2 * m + h
+                if cutlass.const_expr(self.wgmma):
+                    j8 = 8 * (m * (self.wm // 4) + warp // 4) + 2 * (warp % 4) + h
+                else:
+                    j8 = wm * (2 * self.mt) + 2 * m + h
                 half, within = j8 // (self.half // 8), j8 % (self.half // 8)
                 owner, row = within // (self.own // 8), (within % (self.own // 8)) * 8 + g
-                at = local + 4 * (source * self.slab + (half * self.own + row) * self.pitch + 2 * q)
-                if cutlass.const_expr(self.ksplit > 1):
-                    to, tobar = cu.mapa(at, owner), cu.mapa(barrier, owner)
-                    for t in cutlass.range_constexpr(self.tiles):
-                        words = (cu.f2i(acc[m, t, 2 * h]), cu.f2i(acc[m, t, 2 * h + 1]))
-                        cu.st_async2(to + 32 * t, words, tobar)
-                else:
-                    for t in cutlass.range_constexpr(self.tiles):
-                        cu.sts2(at + 32 * t, (cu.f2i(acc[m, t, 2 * h]), cu.f2i(acc[m, t, 2 * h + 1])))
+                slot = (self.ksplit + owner) * self.wk + wk
+                if owner == rank:
+                    slot = rank * self.wk + wk
+                at = local + 4 * (slot * self.slab + (half * self.own + row) * self.pitch + 2 * q)
+                for t in cutlass.range_constexpr(self.tiles):
+                    cu.sts2(at + 32 * t, (cu.f2i(acc[m, t, 2 * h]), cu.f2i(acc[m, t, 2 * h + 1])))
+
+    @cute.jit
+    def send(self, ring, bar, rank, owner):
+        """One bulk copy: this block's slabs for ``owner`` into its received slot of this rank."""
+        size: cutlass.Constexpr = 4 * self.wk * self.slab
+        local = Int32(ring.toint())
+        to = cu.mapa(local + rank * size, owner)
+        cu.bulk_to_block(to, local + (self.ksplit + owner) * size, size, cu.mapa(Int32(bar.toint()), owner))
 
     @cute.jit
     def finish(self, ring, y, y32, table, ldy, ld32, b, rank, block, tid):
@@ -236,7 +297,7 @@ class TilesKernel(Output):
     @cute.jit
     def load_w(self, w0, g0, w1, g1, layout, ptr, bar, i):
         with cute.arch.elect_one():
-            cute.arch.mbarrier_arrive_and_expect_tx(bar, self.stage)
+            cute.arch.mbarrier_arrive_and_expect_tx(bar, self.wbox + self.xbox)
         self.copy(w0, g0, layout, ptr, bar, i, cu.EVICT_FIRST)
         if cutlass.const_expr(self.halves == 2):
             self.copy(w1, g1, layout, ptr + self.wbox // 2, bar, i, cu.EVICT_FIRST)
