@@ -16,12 +16,12 @@ def choose(heads: int, tokens: int, requests: int) -> Settings:
     """The setting that was fastest on an H200 (benchmarks/h200/results/kda_core.json), by heads times requests."""
     items = heads * requests
     if items <= 24:
-        return Settings(cluster=8, occupancy=2)
-    if items <= 48:
-        return Settings(cluster=4, occupancy=2)
-    if items <= 96:
-        return Settings(cluster=2, occupancy=2)
-    return Settings(cluster=1, occupancy=3 if tokens == 1 else 2)
+        return Settings(cluster=4, rows_per_pass=4)
+    if items <= 66:
+        return Settings(cluster=2)
+    if items <= 264:
+        return Settings()
+    return Settings(resident=2)
 
 
 def kernel_args(index: torch.dtype = torch.int32) -> tuple[Any, ...]:
@@ -33,7 +33,7 @@ def kernel_args(index: torch.dtype = torch.int32) -> tuple[Any, ...]:
     return (
         fake_address(bf), fake_address(bf), fake_address(fp), fake_address(fp, 4), fake_address(fp), fake_address(fp),
         fake_address(index, align), fake_address(index, align), fake_address(bf), fake_address(fp), Int64(0), Int64(0),
-        fake_address(bf), Int32(1), make_fake_stream(),
+        fake_address(bf), Int32(1), Int32(1), make_fake_stream(),
     )  # fmt: skip
 
 
@@ -43,7 +43,7 @@ class PreparedKdaCore:
     ``f_b`` [heads 128, 128] bf16, ``conv_weight`` [3, 4, heads 128] fp32 (q, k, v; taps oldest first), ``a_log`` [heads],
     ``dt_bias`` [heads 128], ``norm_weight`` [128] fp32. ``pitch``: columns of ``projected``. ``tokens`` per request,
     ``columns`` of the slot table (0: one slot per request and no accepted counts). ``conv_width``: channels of q in the
-    convolution history if it holds more heads than these. Raises ValueError for wrong shapes, dtypes or alignment.
+    convolution history if it holds more heads than these. ``sms``: plan for fewer SMs than the device has. Raises ValueError for wrong shapes, dtypes or alignment.
     """
 
     def __init__(
@@ -60,6 +60,7 @@ class PreparedKdaCore:
         index_dtype: torch.dtype = torch.int32,
         conv_width: int | None = None,
         early: bool = True,
+        sms: int | None = None,
         settings: Callable[[int, int, int], Settings] = choose,
     ) -> None:
         heads = a_log.shape[0]
@@ -81,15 +82,19 @@ class PreparedKdaCore:
         self.weights = (f_b, conv_weight, a_log, dt_bias, norm_weight)
         self.pitch, self.tokens, self.columns, self.index_dtype = pitch, tokens, columns, index_dtype
         self.conv_width, self.early, self.settings = conv_width or self.width, early, settings
+        self.sms = sms
         self._fixed = tuple(address(w, 4 if w is a_log else 16) for w in self.weights)
         self._code: dict[int, Any] = {}
+        self._groups: dict[int, int] = {}
 
     def prepare(self, requests: Iterable[int]) -> None:
         """Compile what ``run`` needs for these numbers of requests; call it before graph capture."""
+        sms = self.sms or torch.cuda.get_device_properties(self.weights[0].device).multi_processor_count
         for n in requests:
             s = self.settings(self.heads, self.tokens, n)
             index = 4 if self.index_dtype == torch.int32 else 8
             given = (self.heads, self.pitch, self.tokens, self.columns, index, s, self.early, self.conv_width)
+            self._groups[n] = s.groups(self.heads, n, sms)
             self._code[n] = compiled(("kda_core", *given), KdaCore(*given), kernel_args(self.index_dtype))
 
     def run(
@@ -125,5 +130,5 @@ class PreparedKdaCore:
         align = self.index_dtype.itemsize
         self._code[n](
             address(projected), *self._fixed, address(slots, align), address(slots if accepted is None else accepted, align),
-            address(conv_state), address(state), conv_state.stride(0), state.stride(0), address(out), n, current_stream(),
+            address(conv_state), address(state), conv_state.stride(0), state.stride(0), address(out), n, self._groups[n], current_stream(),
         )  # fmt: skip

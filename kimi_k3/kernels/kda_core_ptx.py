@@ -28,6 +28,27 @@ def ldg_bf16(addr, *, loc=None, ip=None):
 
 
 @dsl_user_op
+def lds1(addr, *, loc=None, ip=None):
+    """One float at a 32-bit shared address."""
+    ops = [Int32(addr).ir_value(loc=loc, ip=ip)]
+    return Float32(cu.asm(T.f32(), ops, "ld.shared.f32 $0,[$1];", "=f,r", True, loc, ip))
+
+
+@dsl_user_op
+def lds1i(addr, *, loc=None, ip=None):
+    """One Int32 at a 32-bit shared address."""
+    ops = [Int32(addr).ir_value(loc=loc, ip=ip)]
+    return Int32(cu.asm(T.i32(), ops, "ld.shared.b32 $0,[$1];", "=r,r", True, loc, ip))
+
+
+@dsl_user_op
+def sts1(addr, word, *, loc=None, ip=None):
+    """Store one word at a 32-bit shared address."""
+    ops = [Int32(addr).ir_value(loc=loc, ip=ip), Uint32(word).ir_value(loc=loc, ip=ip)]
+    cu.asm(None, ops, "st.shared.b32 [$0],$1;", "r,r", True, loc, ip)
+
+
+@dsl_user_op
 def stg2(addr, words, *, loc=None, ip=None):
     ops = [Int64(addr).ir_value(loc=loc, ip=ip)] + [Uint32(w).ir_value(loc=loc, ip=ip) for w in words]
     cu.asm(None, ops, "st.global.v2.b32 [$0],{$1,$2};", "l,r,r", True, loc, ip)

@@ -21,11 +21,12 @@ def pitch_of(heads: int) -> int:
 
 
 def prepare(inputs: Inputs, settings: Settings | None = None, early: bool = True) -> PreparedKdaCore:
+    sms = 4 if settings is not None and settings.resident else None  # several turns even with few requests
     i = inputs
     native = i.accepted is not None
     made = PreparedKdaCore(
         i.f_b, i.conv_weight, i.a_log, i.dt_bias, i.norm_weight, pitch=i.projected.shape[1], tokens=i.tokens,
-        columns=i.slots.shape[1] if native else 0, index_dtype=i.slots.dtype, early=early,
+        columns=i.slots.shape[1] if native else 0, index_dtype=i.slots.dtype, early=early, sms=sms,
         settings=choose if settings is None else lambda *_: settings,
     )  # fmt: skip
     made.prepare([i.slots.shape[0]])
@@ -58,10 +59,18 @@ def check(before: Inputs, settings: Settings | None = None, early: bool = True) 
         assert result["untouched"] == result["history"] == result["nan"] == 0, result
 
 
-GEOMETRIES = [Settings(cluster=c, warps=w, occupancy=1) for c in (1, 2, 4, 8) for w in (4, 8) if (c, w) != (1, 4)]
+GEOMETRIES = [
+    Settings(), Settings(lanes=16), Settings(lanes=32), Settings(occupancy=2, resident=1), Settings(occupancy=1, resident=2),
+    Settings(cluster=2), Settings(cluster=4, rows_per_pass=4), Settings(cluster=4, lanes=32, rows_per_pass=4),
+    Settings(cluster=8, lanes=16, rows_per_pass=2), Settings(cluster=8, warps=4, rows_per_pass=4),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize("settings", GEOMETRIES, ids=lambda s: f"c{s.cluster}w{s.warps}")
+def label(s: Settings) -> str:
+    return f"c{s.cluster}w{s.warps}L{s.lanes}r{s.resident}"
+
+
+@pytest.mark.parametrize("settings", GEOMETRIES, ids=label)
 @pytest.mark.parametrize("kind", ["coded", "adversarial"])
 @pytest.mark.parametrize(("tokens", "native"), [(1, False), (1, True), (3, True), (8, True)])
 def test_every_geometry(settings, kind, tokens, native):
@@ -125,9 +134,7 @@ def test_random_logits_stay_within_the_loose_profile():
 
 
 @pytest.mark.parametrize("tokens", [1, 8])
-@pytest.mark.parametrize(
-    "settings", [Settings(1), Settings(2), Settings(4), Settings(8)], ids=lambda s: f"c{s.cluster}"
-)
+@pytest.mark.parametrize("settings", GEOMETRIES, ids=label)
 def test_replays_are_bit_identical(settings, tokens):
     """1,000 replays of a graph of five launches: 5,000 launches, states restored in between, every bit compared."""
     native = tokens > 1
