@@ -28,14 +28,14 @@ class EvalsCheck:
             key = (cell.tp, cell.dcp, cell.context)
             if key not in forced or forced[key].requests < cell.requests <= MAX_BATCH:
                 forced[key] = cell
-        cost = 0.02 * knobs.fidelity_sequences * knobs.fidelity_tokens
+        cost = 0.01 * knobs.fidelity_sequences * knobs.fidelity_tokens
         units = [
             Unit(f"evals/fidelity/{cell}", self.name, cell, ("oracle", "stock", "optimized"), cost)
             for cell in forced.values()
         ]
         for task in manifest.tasks:
             check_source(task)
-            cost = 5.0 + 0.01 * knobs.task_items * knobs.task_repeats * knobs.task_tokens
+            cost = 1.5 + 0.01 * knobs.task_items * knobs.task_repeats * knobs.task_tokens
             units += [
                 Unit(
                     f"evals/task/{task.name}/{arm}",

@@ -24,11 +24,11 @@ class IsolationCheck:
     def units(self, manifest: Manifest, tier: str) -> list[Unit]:
         cells = cells_of(manifest, tier)
         units = [
-            Unit(f"isolation/cell/{cell}", self.name, cell, ("optimized",), 0.5 + 0.05 * cell.requests)
+            Unit(f"isolation/cell/{cell}", self.name, cell, ("optimized",), 0.5 + 0.02 * cell.requests)
             for cell in cells
         ]
         units += [
-            Unit(f"isolation/probe/{probe.name}", self.name, probe.key, ("optimized",), 2.0, {"probe": probe.name})
+            Unit(f"isolation/probe/{probe.name}", self.name, probe.key, ("optimized",), 1.0, {"probe": probe.name})
             for probe in manifest.probes_for(tier)
         ]
         deployments: dict[tuple[int, int, int, str], CellKey] = {}
@@ -38,10 +38,10 @@ class IsolationCheck:
             if held is None or held.requests < cell.requests <= A_A_REQUESTS:
                 deployments[key] = cell
         units += [
-            Unit(f"isolation/a_a/{cell}", self.name, cell, ("stock", "stock-repeat"), 4.0)
+            Unit(f"isolation/a_a/{cell}", self.name, cell, ("stock", "stock-repeat"), 1.0)
             for cell in deployments.values()
         ]
-        units.append(Unit("isolation/off_state", self.name, cells[0], ("stock",), 12.0))
+        units.append(Unit("isolation/off_state", self.name, cells[0], ("stock",), 9.0))
         units.append(Unit("isolation/refusals", self.name, None, ("optimized",), 0.5))
         return units
 

@@ -29,7 +29,7 @@ class PerformanceCheck:
         units = []
         for cell in manifest.cells(tier):
             name = f"performance/named/{cell.name}" if cell.named else f"performance/{cell.key}"
-            cost = 0.2 + 0.01 * cell.key.requests * tokens
+            cost = 0.3 + 0.007 * cell.key.requests * tokens
             units.append(
                 Unit(
                     name, self.name, cell.key, ("stock", "optimized"), cost, {"named": cell.name} if cell.named else {}
