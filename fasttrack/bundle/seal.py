@@ -76,7 +76,7 @@ def _contents(run_dir: Path, pr: int, repo: str | None, head: str | None) -> tup
     files.setdefault(GATES, gates_document(found, verdict))  # a run whose last unit failed wrote none
     results, stated = parse_gates(files[GATES])
     for problem in verdict_problems(results, stated, found, verdict):
-        raise BundleError(f"{problem}; judge the run again before sealing it")
+        raise BundleError(f"{problem}; it was edited, or judged by other code: run `fasttrack validate` again")
     binding = make_binding(pr=pr, repo=repo, head=head, seeds_head=run.info.seeds.head)
     files.update(derived_files(scope, run, records.records, results, binding, files))
     return files, run.manifest.name

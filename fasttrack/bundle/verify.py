@@ -57,6 +57,7 @@ class Verification:
     binding: Binding | None = None
     name: str = ""
     tier: str = ""
+    judged_by: str = ""  #: version and commit of the fasttrack that ran and judged, as the bundle states them
 
     @property
     def intact(self) -> bool:
@@ -135,7 +136,7 @@ def _check_meaning(found: Verification, contents: Mapping[str, bytes], present: 
     run = _parse_run(found, contents)
     if run is None:
         return
-    found.name, found.tier = run.manifest.name, run.info.tier
+    found.name, found.tier, found.judged_by = run.manifest.name, run.info.tier, _judged_by(run)
     _check_seeds(found, run)
     found.problems += plan_problems(run.journal, run.info.units)
     records = load_records(contents, contents.__getitem__, run.journal)
@@ -163,6 +164,12 @@ def _parse_run(found: Verification, contents: Mapping[str, bytes]) -> Run | None
     if manifest is None or info is None or environment is None or journal is None:
         return None
     return Run(manifest, digest_of(contents[MANIFEST]), info, environment, journal)
+
+
+def _judged_by(run: Run) -> str:
+    source = run.environment.get("source")
+    commit = source.get("commit") if isinstance(source, dict) else None
+    return printable(f"fasttrack {run.environment.get('fasttrack')}, commit {commit}")
 
 
 def _check_seeds(found: Verification, run: Run) -> None:

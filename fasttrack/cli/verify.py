@@ -59,6 +59,8 @@ def verify(
         say(f"verdict  {found.verdict} (follows from the records)")
     else:
         say(f"verdict  none: {len(found.problems)} problem{'s' if len(found.problems) != 1 else ''}")
+        if any("does not follow" in problem for problem in found.problems):
+            say(f"note     says it was judged by {found.judged_by}; gates of another version may judge otherwise")
     say(f"origin   {found.origin}")
     if require and found.intact and found.verdict != require:
         say(f"required {require}, and the verdict is {found.verdict}")

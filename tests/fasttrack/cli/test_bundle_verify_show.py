@@ -207,3 +207,14 @@ def test_show_of_something_else(home: Path, capsys):
     for path in ("nowhere", "runs"):
         code, _, err = call(capsys, "show", path)
         assert (code, err.count("\n")) == (2, 1)
+
+
+def test_a_verdict_that_does_not_follow_names_the_code_that_judged(home: Path, capsys):
+    bundle = Path(sealed(capsys))
+    gates = json.loads((bundle / "gates.json").read_bytes())
+    gates["gates"][0]["verdict"] = "fail"
+    write_json(bundle / "gates.json", gates)
+    code, out, _ = call(capsys, "verify", str(bundle))
+    assert code == 1
+    assert "verdict 'fail' does not follow: records give 'pass'" in out
+    assert f"note     says it was judged by fasttrack 0.1.0, commit {HEAD}" in out
