@@ -206,6 +206,8 @@ def compare(name: str, vllm: dict[str, Any], exact: torch.Tensor, rounded: torch
     return {
         "request": name,
         "prompt_tokens": start,
+        "tokens": vllm["tokens"],
+        "vllm_top8": [{int(i): float(v) for v, i in zip(*row.topk(8), strict=True)} for row in theirs],
         "kl_vllm_to_fp64": [float(v) for v in kl(theirs)],
         "kl_bf16_reference_to_fp64": [float(v) for v in kl(ours)],
         "max_abs_logprob_difference_vllm_bf16": float((theirs - ours).abs().max()),
@@ -240,7 +242,7 @@ def compare_caches(caches: dict[str, Any], ours: Caches, config: KimiK3Config, t
             elif layer in ours.kv and tensor.shape[-1] == config.kv_row:
                 rows = ours.kv[layer].reshape(-1, config.kv_row)[:tokens].float()
                 pool = tensor.reshape(-1, config.kv_row).float()
-                live = pool[pool.abs().amax(-1) > 0][:20000]
+                live = pool[torch.isfinite(pool).all(-1) & (pool.abs().amax(-1) > 0)][:20000]
                 nearest = torch.cdist(rows.to(live.device), live).amin(-1) / rows.norm(dim=-1).to(live.device)
                 found.append(entry | {"what": "kv rows", "worst_relative_l2": float(nearest.max()), "rows": tokens})
             else:
@@ -251,7 +253,7 @@ def compare_caches(caches: dict[str, Any], ours: Caches, config: KimiK3Config, t
 def _nearest(slots: torch.Tensor, wanted: torch.Tensor) -> dict[str, float]:
     live = slots[:512].float().flatten(1)
     target = wanted.float().flatten().to(live.device)
-    distance = (live - target).norm(dim=1) / target.norm()
+    distance = ((live - target).norm(dim=1) / target.norm()).nan_to_num(nan=torch.inf)  # unused slots hold anything
     return {"relative_l2": float(distance.min()), "slot": int(distance.argmin())}
 
 
