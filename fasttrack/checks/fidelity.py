@@ -10,7 +10,7 @@ from fasttrack.checks.base import Context, Unit, evidence
 from fasttrack.checks.schedule import together
 from fasttrack.errors import EvidenceError
 from fasttrack.records import CellKey, FidelityRecord
-from fasttrack.target import Completion, Request, Sampling
+from fasttrack.target import Completion, Sampling
 
 if TYPE_CHECKING:
     import torch
@@ -102,6 +102,3 @@ def compare(table: torch.Tensor, exact: torch.Tensor, forced: Sequence[int], nea
         "near_ties": int((flipped & (best[:, 0] - best[:, 1] <= near_tie)).sum()),
         "nonfinite": nonfinite,
     }
-
-
-__all__ = ["Request", "compare", "run"]

@@ -8,7 +8,6 @@ from fasttrack.checks import off_state
 from fasttrack.checks.base import Context, Unit, cells_of, deployment_of
 from fasttrack.checks.schedule import together
 from fasttrack.checks.watch import WatchedRun
-from fasttrack.manifest.model import Probe
 from fasttrack.records import CellKey
 from fasttrack.target import DeploymentRefused, LedgerStep, Limits, Sampling
 
@@ -165,6 +164,3 @@ def _refusals(unit: Unit, ctx: Context) -> None:
             ctx.write_refusal(deployment, refusal.reasons)
         else:
             ctx.write_refusal(deployment, [], refused=False)
-
-
-__all__ = ["IsolationCheck", "Probe", "outside"]
