@@ -86,6 +86,8 @@ def op_cases(tier: str, config: KimiK3Config = TINY_A) -> Iterator[OpCase]:
                 yield from module.cases(shape)
         for rows, live, query_len in VERIFY[tier]:
             yield from attention.cases(Shape(config, precision, tp, rows, live, query_len))
+            yield from attention.mla_cases(Shape(config, precision, tp, rows, live, query_len, dcp=tp))
+            yield from attention.mla_cases(Shape(config, PRECISIONS["bf16-kvfp8"], tp, rows, live, query_len))
 
 
 def cases(tier: str = "smoke", options: Mapping[str, Any] | None = None) -> Iterator[Case]:

@@ -41,6 +41,7 @@ class Deployment:
     state_dtype: str = "float32"
     conv_dtype: str = "bfloat16"
     max_context: int | None = None
+    interleave: int = 1  #: consecutive tokens that one rank owns under context parallelism
 
 
 class UnsupportedDeployment(ValueError):
@@ -60,6 +61,7 @@ def _parallel(d: Deployment) -> list[tuple[str, bool, str]]:
         ("tensor_parallel", d.tp not in TENSOR_PARALLEL, f"{d.tp}, {_one_of(TENSOR_PARALLEL)}"),
         ("pipeline_parallel", d.pp != 1, f"{d.pp} stages, expected 1"),
         ("context_parallel", d.dcp not in (1, d.tp), f"{d.dcp}, expected 1 or the tensor-parallel size {d.tp}"),
+        ("interleave", d.interleave < 1, f"{d.interleave}, expected at least 1"),
         ("expert_parallel", d.expert_parallel, "on, expected off: experts are sharded by intermediate width"),
     ]
 

@@ -56,7 +56,8 @@ class Executor:
 
     Raises :class:`~kimi_k3.decode.deployment.UnsupportedDeployment` with every reason at once. ``prepared`` are the
     row counts to prepare; ``overrides`` replaces providers of single ops; ``deployment`` adds facts that the other
-    arguments do not tell (``pp``, ``lora``, ...). ``debug``: a missing publication raises at its reader.
+    arguments do not tell (``pp``, ``lora``, ...). ``interleave``: consecutive tokens that one rank owns under context
+    parallelism. ``debug``: a missing publication raises at its reader, and a mailbox left dirty after the step.
     """
 
     def __init__(
@@ -69,6 +70,7 @@ class Executor:
         draft_length: int = 0,
         provider: str = "auto",
         max_context: int | None = None,
+        interleave: int = 1,
         prepared: Sequence[int] = BASE_ROWS,
         overrides: Mapping[str, registry.Provider] | None = None,
         deployment: Mapping[str, Any] | None = None,
@@ -86,6 +88,7 @@ class Executor:
             "state_dtype": _name(precision.state),
             "conv_dtype": _name(precision.conv),
             "max_context": max_context,
+            "interleave": interleave,
             **(deployment or {}),
         }
         require(Deployment(config, **facts))
@@ -100,7 +103,7 @@ class Executor:
         self.last_step: ledger.StepLedger | None = None
         self._steps: dict[tuple[int, int, tuple[int, ...]], PreparedStep] = {}
         with torch.inference_mode(False):  # buffers outlive whatever mode the caller is in
-            self.context = OpContext(config, precision, tp, dcp, debug=debug)
+            self.context = OpContext(config, precision, tp, dcp, interleave, debug=debug)
             self.context.providers = registry.select(self.context, device, provider)
             self.context.providers.update(overrides or {})
             self.shards = shard_model(model.weights, config, tp)
@@ -131,11 +134,23 @@ class Executor:
             step = self.prepare(plan, tuple(aux_layers or ()))
             self.context.calls.clear()
             with torch.no_grad():
-                diverged = step.run(batch)
+                diverged = self._guarded(step, batch)
                 hidden, taps = step.result(plan.rows), step.tapped(plan.rows)
             replicas = [copies[:, : plan.rows] for copies in (step.out, *step.kv_rows.values(), *diverged)]
             self.last_step = ledger.record(plan, batch, self.context, replicas, step.points)
         return hidden if aux_layers is None else (hidden, taps)
+
+    def _guarded(self, step: PreparedStep, batch: StepBatch) -> list[Tensor]:
+        """Run a step; whatever ends it midway, the next one finds idle mailboxes."""
+        try:
+            diverged = step.run(batch)
+        except BaseException:
+            self.boxes.reset()
+            raise
+        if self.context.debug and (dirty := self.boxes.check_armed()):
+            self.boxes.reset()
+            raise RuntimeError(f"mailboxes not re-armed after the step: {', '.join(dirty)}")
+        return diverged
 
     def prepare(self, plan: StepPlan, aux_layers: tuple[int, ...] = ()) -> PreparedStep:
         """The prepared step of a plan; built on first use."""

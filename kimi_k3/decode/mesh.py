@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from kimi_k3.reference.config import KimiK3Config
-from kimi_k3.reference.precision import Precision
+from kimi_k3.reference.precision import FP8, Precision
 
 IDLE = float("nan")
 
@@ -42,7 +42,7 @@ class Mailboxes:
     latent_gather: Tensor  #: [R dst, cap, L]
     shared: Tensor  #: [R owner, R src, cap, W] shared-expert and dense partials
     delta: Tensor  #: [R dst, cap, H] feed-forward output
-    query: Tensor | None = None  #: [R dst, R src, cap, heads / R, row] context parallelism only
+    query: Tensor | None = None  #: [R dst, R src, cap, heads / R, row] context parallelism only, query dtype
     context: Tensor | None = None  #: [R src, R owner, cap, heads / R, lora] partial attention outputs
     context_lse: Tensor | None = None  #: [R src, R owner, cap, heads / R] compute dtype
 
@@ -69,7 +69,8 @@ class Mailboxes:
         )
         if dcp > 1:
             heads = config.num_attention_heads // tp
-            boxes.query = box(tp, tp, cap, heads, config.kv_row)
+            query = precision.kv if precision.kv == FP8 else acts
+            boxes.query = box(tp, tp, cap, heads, config.kv_row, dtype=query)
             boxes.context = box(tp, tp, cap, heads, config.kv_lora_rank)
             boxes.context_lse = box(tp, tp, cap, heads, dtype=precision.compute)
         return boxes
@@ -79,7 +80,7 @@ class Mailboxes:
 
     def check_armed(self) -> list[str]:
         """Mailboxes that are not idle, as ``name: words``; empty between steps."""
-        return [f"{name}: {n} words" for name, box in self.named().items() if (n := int((~box.isnan()).sum()))]
+        return [f"{name}: {n} words" for name, box in self.named().items() if (n := int((~is_idle(box)).sum()))]
 
     def reset(self) -> None:
         """Back to idle, after a step that died midway."""
@@ -87,12 +88,12 @@ class Mailboxes:
             box.fill_(IDLE)
 
 
-_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def identical(values: Tensor) -> bool:
     """Whether all ranks' copies ``values`` [R, ...] hold the same bits."""
-    bits = values.view(_BITS[values.element_size()])
+    bits = values.view(BITS[values.element_size()])
     return torch.equal(bits, bits[:1].expand_as(bits))
 
 
@@ -108,9 +109,16 @@ def agreeing(*copies: Tensor) -> slice:
     return slice(0, 1) if all(identical(values) for values in copies) else slice(None)
 
 
+def is_idle(box: Tensor) -> Tensor:
+    """Which words hold the idle content."""
+    if box.dtype == FP8:  # all bits but the sign set: not a number
+        return (box.view(torch.uint8) & 0x7F) == 0x7F
+    return box.isnan()
+
+
 def clean(values: Tensor) -> Tensor:
-    """Negative zero becomes positive zero; everything else is unchanged."""
-    return values + 0.0
+    """Negative zero becomes positive zero; everything else is unchanged. FP8 keeps it: there it is not idle."""
+    return values if values.dtype == FP8 else values + 0.0
 
 
 def take(box: Tensor, rows: int, dim: int, what: str, debug: bool) -> Tensor:
@@ -118,14 +126,14 @@ def take(box: Tensor, rows: int, dim: int, what: str, debug: bool) -> Tensor:
     view = box.narrow(dim, 0, rows)
     taken = view.clone()
     view.fill_(IDLE)
-    if debug and bool(taken.isnan().any()):
-        first = taken.isnan().nonzero()[0].tolist()
+    if debug and bool(is_idle(taken).any()):
+        first = is_idle(taken).nonzero()[0].tolist()
         raise MissingPublication(f"{what}: no publication at index {first} of {list(taken.shape)}")
     return taken
 
 
 def publish_all(box: Tensor, values: Tensor) -> None:
-    """Every rank's ``values`` [R src, M, N] to all ranks: box [R dst, R src, cap, N]."""
+    """Every rank's ``values`` [R src, M, ...] to all ranks: box [R dst, R src, cap, ...]."""
     box[:, :, : values.shape[1]] = clean(values)
 
 

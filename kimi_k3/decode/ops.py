@@ -49,14 +49,16 @@ SCHEMAS: dict[str, str] = {
     "Tensor(a!) conv, Tensor(b!) recurrent, Tensor slots, Tensor accepted, Tensor(c!) out",
     # projected [R, M, rows] = q_a | kv latent | k_rope | gate (d) | pad; q_b [R, h (nope + rope), q_lora],
     # w_uk [R, h, nope, lora], kv [pages, page, row], slot_mapping [M]
-    # -> rows [R, M, row]: each rank's cache rows, query [R, M, h, row]
+    # -> rows [R, M, row]: each rank's cache rows, query [R, M, h, row]; under context parallelism query is the mailbox
+    # [R dst, R src, cap, h, row]
     "mla_query": "Tensor projected, Tensor q_norm, Tensor kv_norm, Tensor q_b, Tensor w_uk, Tensor(a!) kv, "
-    "Tensor slot_mapping, Tensor(b!) rows, Tensor(c!) query",
-    # query [R, M, h, row], block_tables [B, pages], lens [M] tokens a row sees (0 = padding)
-    # -> partial [splits, R, M, h, lora] fp32, lse [splits, R, M, h] fp32, natural log
-    "mla_core": "Tensor query, Tensor kv, Tensor block_tables, Tensor lens, Tensor(a!) partial, Tensor(b!) lse",
+    "Tensor slot_mapping, Tensor lens, Tensor(b!) rows, Tensor(c!) query",
+    # query as above, block_tables [B, pages], lens [M] tokens a row sees (0 = padding)
+    # -> partial [splits, R, M, h, lora] fp32, lse [splits, R, M, h] fp32, natural log; under context parallelism the
+    # mailboxes [R src, R owner, cap, h, lora] (rounded) and [R src, R owner, cap, h]
+    "mla_core": "Tensor(a!) query, Tensor kv, Tensor block_tables, Tensor lens, Tensor(b!) partial, Tensor(c!) lse",
     # partial, lse and projected as above, w_uv [R, h, v, lora] -> out [R, M, d]
-    "mla_value": "Tensor partial, Tensor lse, Tensor lens, Tensor w_uv, Tensor projected, Tensor(a!) out",
+    "mla_value": "Tensor(a!) partial, Tensor(b!) lse, Tensor lens, Tensor w_uv, Tensor projected, Tensor(c!) out",
     # x [R, M, d], weight [R, H, d]
     # -> box: partial sums, one shot [R dst, R src, cap, H] or two-phase [R owner, R src, cap, W]
     "oproj_publish": "Tensor x, Tensor weight, Tensor(a!) box",
@@ -101,7 +103,7 @@ ROUNDING: dict[str, tuple[str, ...]] = {
     "in_proj": (),
     "kda_core": ("raw decay logits f_b x f_a", "stored convolution taps"),
     "mla_query": ("normalised q_a row", "q_b output", "normalised kv latent"),
-    "mla_core": (),
+    "mla_core": ("each rank's partial latent (context parallelism only)",),
     "mla_value": ("merged latent", "latent x w_uv"),
     "oproj_publish": (),
     "oproj_reduce_attnres": ("sum over ranks", "prefix + sum"),
@@ -126,7 +128,8 @@ class OpContext:
     config: KimiK3Config
     precision: Precision
     tp: int
-    dcp: int = 1
+    dcp: int = 1  #: ranks over which the cached sequence is spread: 1 or tp
+    interleave: int = 1  #: consecutive tokens that one rank owns under context parallelism
     debug: bool = False  #: readers of mailboxes raise on missing publications
     providers: dict[str, Provider] = field(default_factory=dict)
     calls: Counter[str] = field(default_factory=Counter)

@@ -206,12 +206,18 @@ class PreparedStep:
         if call.op == "oproj_publish":
             return self.mla_local, shard.o_proj, self._partial_boxes("attention")[0]
         kv = self.caches.kv[call.layer]
+        query, partial, lse = self.query, self.partial, self.lse
+        if self.context.dcp > 1:
+            assert self.boxes.query is not None
+            assert self.boxes.context is not None
+            assert self.boxes.context_lse is not None
+            query, partial, lse = self.boxes.query, self.boxes.context, self.boxes.context_lse
         if call.op == "mla_query":
             static = (shard.q_norm, shard.kv_norm, shard.q_b, shard.w_uk)
-            return projected, *static, kv, inputs.slot_mapping, self.kv_rows[call.layer], self.query
+            return projected, *static, kv, inputs.slot_mapping, inputs.lens, self.kv_rows[call.layer], query
         if call.op == "mla_core":
-            return self.query, kv, inputs.block_tables, inputs.lens, self.partial, self.lse
-        return self.partial, self.lse, inputs.lens, shard.w_uv, projected, self.mla_local
+            return query, kv, inputs.block_tables, inputs.lens, partial, lse
+        return partial, lse, inputs.lens, shard.w_uv, projected, self.mla_local
 
     def _reduce(self, index: int, layer: LayerShard) -> tuple[Any, ...]:
         site, opens = layer.ffn_site, self.context.config.opens_block(index)

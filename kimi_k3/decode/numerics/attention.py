@@ -7,10 +7,12 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch import Tensor
 
-from kimi_k3.decode.numerics.bounded import Bounded
+from kimi_k3.decode.numerics.bounded import BF16, Bounded, half_ulp
 from kimi_k3.decode.numerics.families import Draw
-from kimi_k3.decode.numerics.rig import Inputs, OpCase, Rig, Shape
+from kimi_k3.decode.numerics.residual import over_ranks
+from kimi_k3.decode.numerics.rig import ZERO, Inputs, OpCase, Rig, Shape, bits
 from kimi_k3.reference.kda import O_NORM_EPS
+from kimi_k3.reference.numerics import cast
 
 PAGE = 4
 MAX_PAGES = 6  #: per request
@@ -150,6 +152,7 @@ def _draw_query(s: Shape, d: Draw) -> Inputs:
         "q_b": d.weight("q_b", tp, s.heads * (c.qk_nope_head_dim + c.qk_rope_head_dim), c.q_lora_rank),
         "w_uk": d.weight("w_uk", tp, s.heads, c.qk_nope_head_dim, c.kv_lora_rank),
         "slot_mapping": mapping,
+        "lens": torch.where(mapping >= 0, at.flatten() + 1, 0),
         "pages": torch.tensor([1 + s.requests * MAX_PAGES]),
     }
 
@@ -161,10 +164,15 @@ def _run_query(r: Rig, i: Inputs) -> Outputs:
     writable = torch.zeros(kv.shape, dtype=torch.bool)
     writable.view(-1, c.kv_row)[mapping[: s.live]] = True
     r.guard(kv, writable)
-    rows, query = r.out(s.tp, s.rows, c.kv_row, dtype=kv.dtype), r.out(s.tp, s.rows, s.heads, c.kv_row)
+    rows = r.out(s.tp, s.rows, c.kv_row, dtype=kv.dtype)
+    if s.dcp > 1:
+        query = r.empty_box(s.tp, s.tp, s.cap, s.heads, c.kv_row, dim=2, dtype=s.query_dtype)
+    else:
+        query = r.out(s.tp, s.rows, s.heads, c.kv_row, dtype=s.query_dtype)
     static = (i["q_norm"], i["kv_norm"], i["q_b"], i["w_uk"])
-    r.call("mla_query", r.padded(i["projected"]), *static, kv, mapping, rows, query)
-    return {"query": r.live(query), "rows": r.live(rows), "kv": kv.view(-1, c.kv_row)[mapping[: s.live]]}
+    r.call("mla_query", r.padded(i["projected"]), *static, kv, mapping, i["lens"], rows, query)
+    stored = kv.view(-1, c.kv_row)[mapping[: s.live]]
+    return {"query": r.live(query, query.dim() - 3), "rows": r.live(rows), "kv": stored}
 
 
 def _oracle_query(s: Shape, i: Inputs) -> Oracle:
@@ -176,9 +184,9 @@ def _oracle_query(s: Shape, i: Inputs) -> Oracle:
     nope = expanded[..., : c.qk_nope_head_dim].map("transpose", 1, 2)
     absorbed = nope.matmul(Bounded.of(i["w_uk"])).rounded().map("transpose", 1, 2)
     latent = (x[..., qa : qa + lora].rms(eps) * Bounded.of(i["kv_norm"])).rounded()
-    rows = Bounded.cat([latent, x[..., qa + lora : qa + c.kv_row]], -1)
-    query = Bounded.cat([absorbed, expanded[..., c.qk_nope_head_dim :]], -1)
-    return {"query": query, "rows": rows, "kv": rows[0]}
+    rows = Bounded.cat([latent, x[..., qa + lora : qa + c.kv_row]], -1).stored(s.precision.kv)
+    query = Bounded.cat([absorbed, expanded[..., c.qk_nope_head_dim :]], -1).stored(s.query_dtype)
+    return {"query": over_ranks(query, s.tp) if s.dcp > 1 else query, "rows": rows, "kv": rows[0]}
 
 
 # -- MLA core ----------------------------------------------------------------------------------------------------
@@ -190,8 +198,8 @@ def _draw_core(s: Shape, d: Draw) -> Inputs:
     lens = (_positions(s, lengths) + 1).flatten()
     lens[s.live :] = 0
     return {
-        "query": d.activation("query", s.tp, s.rows, s.heads, c.kv_row),
-        "kv": d.activation("kv", 1 + s.requests * MAX_PAGES, PAGE, c.kv_row),
+        "query": cast(d.activation("query", s.tp, s.rows, s.heads, c.kv_row), s.query_dtype),
+        "kv": cast(d.activation("kv", 1 + s.requests * MAX_PAGES, PAGE, c.kv_row), s.precision.kv),
         "block_tables": table,
         "lens": lens,
     }
@@ -210,15 +218,24 @@ def _run_core(r: Rig, i: Inputs) -> Outputs:
     used = torch.zeros(kv.shape[0] * PAGE, dtype=torch.bool)
     for request in range(s.live_requests):
         used[_context(s, i, request)] = True
-    kv.view(-1, row)[~used] = r.poison
+    garbage = bits(r.out(1, dtype=kv.dtype)).repeat(row)  # FP8 cannot be filled where a mask says, its bytes can
+    bits(kv.view(-1, row))[~used] = garbage
     r.guard(kv)
-    partial = r.out(SPLITS, s.tp, s.rows, s.heads, c.kv_lora_rank, dtype=s.precision.compute)
-    lse = r.out(SPLITS, s.tp, s.rows, s.heads, dtype=s.precision.compute)
-    r.call("mla_core", r.padded(i["query"]), kv, i["block_tables"], i["lens"], partial, lse)
+    heads, lora, compute = s.heads, c.kv_lora_rank, s.precision.compute
+    if s.dcp > 1:
+        query = r.full_box(i["query"].expand(s.tp, *i["query"].shape), 2)
+        partial = r.empty_box(s.tp, s.tp, s.cap, heads, lora, dim=2)
+        lse = r.empty_box(s.tp, s.tp, s.cap, heads, dim=2, dtype=compute)
+    else:
+        query = r.padded(i["query"])
+        partial = r.out(SPLITS, s.tp, s.rows, heads, lora, dtype=compute)
+        lse = r.out(SPLITS, s.tp, s.rows, heads, dtype=compute)
+    r.call("mla_core", query, kv, i["block_tables"], i["lens"], partial, lse)
     # How the keys are split is the provider's affair; what the parts add up to is not. Merged exactly.
     logs, parts = r.live(lse, 2).double(), r.live(partial, 2).double()
     share = torch.softmax(logs, 0).unsqueeze(-1)
-    return {"latent": (share * parts).sum(0), "lse": torch.logsumexp(logs, 0)}
+    armed = r.not_idle(query, 2) if s.dcp > 1 else torch.zeros(1)
+    return {"latent": (share * parts).sum(0), "lse": torch.logsumexp(logs, 0), "armed": armed}
 
 
 def _oracle_core(s: Shape, i: Inputs) -> Oracle:
@@ -229,11 +246,15 @@ def _oracle_core(s: Shape, i: Inputs) -> Oracle:
     for row in range(s.live):
         keys = Bounded.of(flat[_context(s, i, row // s.query_len)[: int(i["lens"][row])]])
         scores = Bounded.of(i["query"][:, row]).matmul(keys.map("transpose", 0, 1)).scaled(scale)  # [R, h, n]
-        latents.append(scores.softmax(-1).matmul(keys[:, : c.kv_lora_rank]).map("unsqueeze", 1))
+        latent = scores.softmax(-1).matmul(keys[:, : c.kv_lora_rank])
+        if s.dcp > 1:  # each rank's part is rounded; the shares add up to one, and no part exceeds the largest key
+            largest = keys.value[:, : c.kv_lora_rank].abs().amax(0).expand_as(latent.value)
+            latent = Bounded(latent.value, latent.error + half_ulp(largest, *BF16))
+        latents.append(latent.map("unsqueeze", 1))
         total = torch.logsumexp(scores.value, -1)
         worst = scores.error.amax(-1) + 2.0**-20 * (1 + scores.value.abs().amax(-1))
         logs.append(Bounded(total, worst).map("unsqueeze", 1))
-    return {"latent": Bounded.cat(latents, 1), "lse": Bounded.cat(logs, 1)}
+    return {"latent": Bounded.cat(latents, 1), "lse": Bounded.cat(logs, 1), "armed": ZERO}
 
 
 # -- MLA value ---------------------------------------------------------------------------------------------------
@@ -244,10 +265,11 @@ def _draw_value(s: Shape, d: Draw) -> Inputs:
     width = c.q_lora_rank + c.kv_row + c.mla_width // s.tp
     lens = torch.ones(s.rows, dtype=torch.int64)
     lens[s.live :] = 0
-    lse = d.normal("lse", SPLITS, s.tp, s.rows, s.heads, std=2.0)
+    parts, dtype = (s.tp, s.precision.activations) if s.dcp > 1 else (SPLITS, s.precision.compute)
+    lse = d.normal("lse", parts, s.tp, s.rows, s.heads, std=2.0)
     lse[-1, :, ::2] = -3e38  # an empty part
     return {
-        "partial": d.activation("partial", SPLITS, s.tp, s.rows, s.heads, c.kv_lora_rank, dtype=torch.float32),
+        "partial": d.activation("partial", parts, s.tp, s.rows, s.heads, c.kv_lora_rank, dtype=dtype) + 0.0,
         "lse": lse,
         "lens": lens,
         "w_uv": d.weight("w_uv", s.tp, s.heads, c.v_head_dim, c.kv_lora_rank),
@@ -258,9 +280,11 @@ def _draw_value(s: Shape, d: Draw) -> Inputs:
 def _run_value(r: Rig, i: Inputs) -> Outputs:
     s = r.shape
     out = r.out(s.tp, s.rows, s.config.mla_width // s.tp)
-    inputs = (r.padded(i["partial"], 2), r.padded(i["lse"], 2), i["lens"], i["w_uv"], r.padded(i["projected"]))
-    r.call("mla_value", *inputs, out)
-    return {"out": r.live(out), "padding": _padding(r, out)}
+    hold = r.full_box if s.dcp > 1 else r.padded
+    partial, lse = hold(i["partial"], 2), hold(i["lse"], 2)
+    r.call("mla_value", partial, lse, i["lens"], i["w_uv"], r.padded(i["projected"]), out)
+    armed = r.not_idle(partial, 2) + r.not_idle(lse, 2) if s.dcp > 1 else torch.zeros(1)
+    return {"out": r.live(out), "padding": _padding(r, out), "armed": armed}
 
 
 def _oracle_value(s: Shape, i: Inputs) -> Oracle:
@@ -270,13 +294,21 @@ def _oracle_value(s: Shape, i: Inputs) -> Oracle:
     value = latent.map("transpose", 1, 2).linear(i["w_uv"]).rounded().map("transpose", 1, 2).map("flatten", 2)
     start = c.q_lora_rank + c.kv_row
     gate = Bounded.of(i["projected"][:, : s.live, start : start + c.mla_width // s.tp])
-    return {"out": (value * gate.sigmoid()).rounded(), "padding": _zeros(s, c.mla_width // s.tp)}
+    out = (value * gate.sigmoid()).rounded()
+    return {"out": out, "padding": _zeros(s, c.mla_width // s.tp), "armed": ZERO}
 
 
 def cases(s: Shape) -> Iterator[OpCase]:
+    """KDA and MLA."""
     kda = "raw decay logits and output rounded; convolution, gates, recurrence, norm FP32; taps stored as they came"
     yield OpCase("kda_core", s, _draw_kda, _run_kda, _oracle_kda, kda)
+    yield from mla_cases(s)
+
+
+def mla_cases(s: Shape) -> Iterator[OpCase]:
+    """The ops that context parallelism and the dtype of the KV cache change."""
     query = "normalised q_a and latent, q_b output, absorbed query rounded"
     yield OpCase("mla_query", s, _draw_query, _run_query, _oracle_query, query)
-    yield OpCase("mla_core", s, _draw_core, _run_core, _oracle_core, "FP32, nothing rounded")
+    core = "FP32; under context parallelism each rank's part rounded"
+    yield OpCase("mla_core", s, _draw_core, _run_core, _oracle_core, core)
     yield OpCase("mla_value", s, _draw_value, _run_value, _oracle_value, "merged latent, value, product rounded")

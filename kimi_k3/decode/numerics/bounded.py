@@ -23,14 +23,16 @@ from torch import Tensor
 C = 4.0
 U = 2.0**-24  #: FP32 unit roundoff
 TINY = 2.0**-126  #: below, FP32 results may be flushed to zero
-BF16_BITS, BF16_MIN = 7, -126  #: stored mantissa bits, smallest normal exponent
+BF16 = (7, -126)  #: stored mantissa bits, smallest normal exponent
+E4M3 = (3, -6)
+E4M3_MAX = 448.0
 
 
-def half_ulp_bf16(x: Tensor) -> Tensor:
-    """Half a unit in the last place of BF16 at |x|, FP64."""
+def half_ulp(x: Tensor, bits: int, lowest: int) -> Tensor:
+    """Half a unit in the last place at |x| of a format with ``bits`` stored mantissa bits, FP64."""
     exponent = torch.frexp(x.abs()).exponent - 1
-    exponent = torch.where(x == 0, BF16_MIN, exponent).clamp(min=BF16_MIN)
-    return torch.ldexp(torch.ones_like(x), exponent - BF16_BITS - 1)
+    exponent = torch.where(x == 0, lowest, exponent).clamp(min=lowest)
+    return torch.ldexp(torch.ones_like(x), exponent - bits - 1)
 
 
 @dataclass
@@ -95,7 +97,14 @@ class Bounded:
 
     def rounded(self) -> Bounded:
         """A declared BF16 rounding point."""
-        return Bounded(self.value, self.error + half_ulp_bf16(self.value.abs() + self.error))
+        return Bounded(self.value, self.error + half_ulp(self.value.abs() + self.error, *BF16))
+
+    def stored(self, dtype: torch.dtype) -> Bounded:
+        """Cast of BF16 values to a storage dtype: exact, or saturating E4M3."""
+        if dtype != torch.float8_e4m3fn:
+            return self
+        value = self.value.clamp(-E4M3_MAX, E4M3_MAX)
+        return Bounded(value, self.error + half_ulp((value.abs() + self.error).clamp(max=E4M3_MAX), *E4M3))
 
     # -- functions --------------------------------------------------------------------------------------------
 

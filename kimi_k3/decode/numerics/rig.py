@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 
 from kimi_k3.decode import registry
-from kimi_k3.decode.mesh import IDLE
+from kimi_k3.decode.mesh import IDLE, is_idle
 from kimi_k3.decode.numerics.bounded import Bounded
 from kimi_k3.decode.numerics.families import FAMILIES, Draw
 from kimi_k3.decode.ops import OpContext, overload
 from kimi_k3.reference.config import KimiK3Config
-from kimi_k3.reference.precision import Precision
+from kimi_k3.reference.precision import FP8, Precision
 
 #: Rows of a mailbox or a cache beyond the step's own, which must stay as they are.
 CANARY_ROWS = 3
@@ -46,6 +46,8 @@ class Shape:
     rows: int
     live: int
     query_len: int = 1
+    dcp: int = 1
+    interleave: int = 3
 
     @property
     def cap(self) -> int:
@@ -66,7 +68,13 @@ class Shape:
     @property
     def name(self) -> str:
         verify = f"-q{self.query_len}" if self.query_len > 1 else ""
-        return f"tp{self.tp}-m{self.rows}of{self.live}{verify}"
+        dcp = f"-dcp{self.dcp}" if self.dcp > 1 else ""
+        fp8 = "-kvfp8" if self.precision.kv == FP8 else ""
+        return f"tp{self.tp}-m{self.rows}of{self.live}{verify}{dcp}{fp8}"
+
+    @property
+    def query_dtype(self) -> torch.dtype:
+        return FP8 if self.precision.kv == FP8 else self.precision.activations
 
 
 class Rig:
@@ -74,20 +82,24 @@ class Rig:
 
     def __init__(self, shape: Shape, provider: str, poison: float) -> None:
         self.shape, self.poison = shape, poison
-        self.context = OpContext(shape.config, shape.precision, shape.tp)
+        self.context = OpContext(shape.config, shape.precision, shape.tp, shape.dcp, shape.interleave)
         self.context.providers = registry.select(self.context, "cpu", provider)
         self._guards: list[tuple[Tensor, Tensor, Tensor | None]] = []
 
     def out(self, *size: int, dtype: torch.dtype | None = None) -> Tensor:
         dtype = dtype or self.shape.precision.activations
         if dtype.is_floating_point:
-            return torch.full(size, self.poison, dtype=torch.float64).to(dtype)
+            return torch.full(size, self._poison(dtype), dtype=torch.float64).to(dtype)
         return torch.full(size, -(2**40), dtype=dtype)
+
+    def _poison(self, dtype: torch.dtype) -> float:
+        """The poison, or the largest number a narrow format has."""
+        return min(self.poison, torch.finfo(dtype).max) if self.poison == self.poison else self.poison
 
     def padded(self, x: Tensor, dim: int = 1) -> Tensor:
         """``x`` with poison in the rows that are padding."""
         x = x.clone()
-        x.narrow(dim, self.shape.live, self.shape.rows - self.shape.live).fill_(self.poison)
+        x.narrow(dim, self.shape.live, self.shape.rows - self.shape.live).fill_(self._poison(x.dtype))
         return x
 
     def empty_box(self, *size: int, dim: int, dtype: torch.dtype | None = None) -> Tensor:
@@ -122,7 +134,7 @@ class Rig:
 
     def not_idle(self, box: Tensor, dim: int) -> Tensor:
         """How many words of the step's rows were not re-armed, [1]."""
-        return (~box.narrow(dim, 0, self.shape.rows).isnan()).sum().view(1)
+        return (~is_idle(box.narrow(dim, 0, self.shape.rows))).sum().view(1)
 
     def live(self, x: Tensor, dim: int = 1) -> Tensor:
         return x.narrow(dim, 0, self.shape.live)

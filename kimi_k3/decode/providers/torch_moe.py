@@ -55,13 +55,13 @@ def route(
     counts.copy_(counts.new_zeros(len(pairs), config.num_experts).scatter_add_(1, pairs, torch.ones_like(pairs)))
 
 
-def _grouped(order: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
+def _grouped(order: Tensor, counts: Tensor, rows: int) -> tuple[Tensor, Tensor]:
     """Pairs of each rank's experts as a rectangle: indices [R, E, cap] into the pairs, and which entries are real.
 
     ``cap`` is the largest count on a CPU; where asking would stop the stream, every expert gets room for all rows.
     """
     ranks, total = order.shape
-    cap = max(1, int(counts.max())) if counts.device.type == "cpu" else total
+    cap = max(1, int(counts.max())) if counts.device.type == "cpu" else rows
     place = torch.arange(cap, device=order.device)
     real = place < counts.unsqueeze(-1)
     start = counts.cumsum(-1) - counts
@@ -101,8 +101,8 @@ def fc1(
         return values.flatten(2, 3).flatten(0, 1).transpose(-1, -2).contiguous()  # [R E, L, 2 live]
 
     weight = context.prepared(packed, "experts", build)
-    pairs, real = _grouped(order, counts)
     chosen = hidden.shape[1] // latent.shape[1]
+    pairs, real = _grouped(order, counts, latent.shape[1])
     gate, up = torch.bmm(_take(latent.to(p.compute), pairs // chosen), weight).chunk(2, -1)
     activated = situ_glu(gate, up, config.situ_beta, config.situ_linear_beta)
     activated = activated.view(*pairs.shape, live)
@@ -129,8 +129,8 @@ def fc2_publish(
         return values.flatten(0, 1).transpose(-1, -2).contiguous()  # [R E, live, L]
 
     weight = context.prepared(packed, "experts", build)
-    pairs, real = _grouped(order, counts)
     _, rows, chosen = weights.shape
+    pairs, real = _grouped(order, counts, rows)
     product = torch.bmm(_take(hidden[..., :live].to(p.compute), pairs), weight)
     outputs = _spread(pairs, product.view(*pairs.shape, -1), real, rows * chosen).unflatten(1, (rows, chosen))
     total = (weights.to(p.compute).unsqueeze(-2) @ outputs).squeeze(-2)
