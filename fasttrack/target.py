@@ -246,13 +246,16 @@ class Target(Protocol):
 class KernelParameter:
     """One kernel parameter in launch-argument order. ``role``: weight, activation, state, table, mailbox,
     output, scratch or scalar. ``early``: may be read before the dependency wait, for ``reason``. ``buffer``: name of
-    the memory where kernels of one schedule share it; default: the parameter's name."""
+    the memory where kernels of one schedule share it; default: the parameter's name. ``fields``: members of a struct
+    passed by value that differ from it, each at its byte ``offset``."""
 
     name: str
     role: str
     early: bool = False
     reason: str = ""
     buffer: str = ""
+    offset: int = 0
+    fields: tuple[KernelParameter, ...] = ()
 
 
 @dataclass(frozen=True)

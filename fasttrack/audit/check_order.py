@@ -104,7 +104,7 @@ def _nc_loads(s: Subject) -> None:
             if role.role in ("weight", "scalar"):
                 continue
             own = role.parameter in written
-            if role.sure or own or s.uses_pdl:
+            if own or s.uses_pdl or role.role == "mailbox":
                 why = " and the kernel writes it itself" if own else ""
                 message = f"non-coherent load of {role.parameter} ({role.role}){why}"
                 s.report("nc-load", message, site.instruction, role, stronger=role.sure or own)

@@ -32,6 +32,12 @@ class _Parameter(_Strict):
     early: bool = False
     reason: str = ""
     buffer: str = ""
+    offset: int = 0
+    fields: list[_Parameter] = []
+
+    def declared(self) -> KernelParameter:
+        fields = tuple(f.declared() for f in self.fields)
+        return KernelParameter(self.name, self.role, self.early, self.reason, self.buffer, self.offset, fields)
 
 
 class _Exception(_Strict):
@@ -89,7 +95,7 @@ def load_table(path: Path) -> ContractTable:
     for i, k in enumerate(table.kernels):
         contract = KernelContract(
             kernel=k.kernel,
-            parameters=tuple(KernelParameter(p.name, p.role, p.early, p.reason, p.buffer) for p in k.parameters or ()),
+            parameters=tuple(p.declared() for p in k.parameters or ()),
             pdl=k.pdl,
             wait=k.wait,
             trigger=k.trigger,
@@ -112,7 +118,7 @@ def load_table(path: Path) -> ContractTable:
 
 def contract_problem(contract: KernelContract) -> str | None:
     """What is wrong with a contract on its own, in words; None when nothing is."""
-    for p in contract.parameters:
+    for p in (*contract.parameters, *(f for q in contract.parameters for f in q.fields)):
         if p.role not in ROLES:
             return f"parameter {p.name!r} has unknown role {p.role!r} (known: {', '.join(ROLES)})"
         if p.early and p.role != "weight" and not p.reason:
@@ -150,6 +156,7 @@ class Roles:
         if origin.kind in ("param", "paramaddr"):
             if origin.index < len(self.declared):
                 p = self.declared[origin.index]
+                p = next((f for f in p.fields if f.offset == origin.offset), p)
                 return Role(p.name, p.role, p.early or p.role == "weight", True)
             name = self.parameters[origin.index].name if 0 <= origin.index < len(self.parameters) else ""
             role = _foreign(name)
@@ -169,6 +176,8 @@ class Roles:
 
 
 def _foreign(name: str) -> str:
+    if re.search(r"_param_\d+$", name):  # the symbol's name says nothing about its parameters
+        return "activation"
     for pattern, role in FOREIGN_ROLES:
         if re.search(pattern, name):
             return role

@@ -16,16 +16,17 @@ from fasttrack.audit.ir import Access, Address, Function, Instruction, Leaf, Ope
 #: constant-bank slot with the address of the parameter block, by where the block begins (sm_90; sm_100 and sm_103)
 _BLOCK_POINTER = {0x210: 0x198, 0x380: 0x348}
 _REGISTER = re.compile(r"^([-~!|]*)(U?R\d+|U?P\d+|U?RZ|U?PT)\b")
-_CONSTANT = re.compile(r"c\[0x([0-9a-f]+)\]\[(?:(U?R\d+)(?:\+)?)?(0x[0-9a-f]+)?\]")
+_CONSTANT = re.compile(r"c\[0x([0-9a-f]+)\]\[(?:U?RZ)?(?:(U?R\d+)\+?)?(0x[0-9a-f]+)?\]")
 _HEX = re.compile(r"^-?0x[0-9a-f]+$")
 _SETP = {"ISETP", "FSETP", "DSETP", "HSETP2", "UISETP", "PLOP3", "UPLOP3", "PSETP", "UPSETP", "ELECT", "UFSETP"}
 _ONE_PRED = {"VOTE", "VOTEU", "SYNCS", "FCHK"}
-_NO_RESULT = frozenset(
-    "STG ST STS STL STAS STSM STT STTM RED REDG REDAS LDGSTS LDGDEPBAR DEPBAR SUST SURED "
-    "BRA BRX JMP EXIT RET CALL BSSY BSYNC BREAK WARPSYNC BPT NANOSLEEP YIELD NOP "
-    "BAR MEMBAR FENCE ERRBAR CCTL ACQBULK PREEXIT UCGABAR_ARV UCGABAR_WAIT WARPGROUP "
-    "UBLKCP UBLKPF UBLKRED UTMALDG UTMASTG UTMAREDG UTMAPF UTMACCTL UTMACMDFLUSH UTCBAR".split()
-)
+_SILENT = """
+    STG ST STS STL STAS STSM STT STTM RED REDG REDAS LDGSTS LDGDEPBAR DEPBAR SUST SURED
+    BRA BRX JMP EXIT RET CALL BSSY BSYNC BREAK WARPSYNC BPT NANOSLEEP YIELD NOP
+    BAR MEMBAR FENCE ERRBAR CCTL ACQBULK PREEXIT UCGABAR_ARV UCGABAR_WAIT WARPGROUP
+    UBLKCP UBLKPF UBLKRED UTMALDG UTMASTG UTMAREDG UTMAPF UTMACCTL UTMACMDFLUSH UTCBAR
+"""
+_NO_RESULT = frozenset(_SILENT.split())
 _SCOPES = {"SYS": "sys", "GPU": "gpu", "SM": "cta", "CTA": "cta", "CLUSTER": "cluster", "VC": "sys"}
 
 
@@ -337,4 +338,7 @@ def _imad(words: list[str], sources: list[str], values: list[Operand | None]) ->
         return "other", tuple(v for v in values if v is not None)
     if c is None:
         return "mul", (a, b)
+    if "WIDE" in words and isinstance(c, str):  # the third operand is a pair; its high half matters to slices only
+        stem, number = re.fullmatch(r"(\D+)(\d+)", c).groups()  # type: ignore[union-attr]
+        return "mad", (a, b, c, f"{stem}{int(number) + 1}")
     return "mad", (a, b, c)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -71,10 +72,20 @@ class Subject:
             return None
         origins = self.tracer.address_origins(ins.index, access.address)
         if access.space == "generic":
-            if all(o.kind in ("shared", "local", "const", "paramaddr") for o in origins):
+            if all(o.kind in ("shared", "local", "const", "paramaddr") for o in origins) or self._window(ins, access):
                 return None
             origins = frozenset(o for o in origins if o.kind not in ("shared", "local"))
         return Site(ins, access, origins, tuple(self.roles.resolve(origins)))
+
+    def _window(self, ins: Instruction, access: Access) -> bool:
+        """SASS: does the high half of a generic address come from the shared or local window?"""
+        low = next((t for t in access.address.terms if isinstance(t, str)), "")
+        m = re.fullmatch(r"(U?R)(\d+)", low)
+        if self.function.stage != "sass" or m is None:
+            return False
+        high = f"{m.group(1)}{int(m.group(2)) + 1}"
+        names = {getattr(a, "name", "") for d in self.tracer.slice(ins.index, [high]) for a in self.code[d].args}
+        return bool(names & {"swinhi", "lwinhi"})
 
     @cached_property
     def uses_pdl(self) -> bool:

@@ -124,7 +124,7 @@ class Tracer:
             self._loaded(ins, ins.accesses[0], level, found, stack)
         return ()
 
-    def _ends_in(self, at: int, operand: Operand) -> str:
+    def _ends_in(self, at: int, operand: Operand, depth: int = 0) -> str:
         """Where a chain of single definitions ends: param (a parameter's value), load (global memory) or other."""
         for _ in range(64):
             if isinstance(operand, Leaf):
@@ -137,8 +137,9 @@ class Tracer:
                 return "load"
             if ins.op == "parameters":
                 return "param"
-            if ins.op == "add" and any(self._ends_in(ins.index, a) == "param" for a in ins.args if a != operand):
-                return "param"
+            if ins.op == "add" and depth < 8:
+                ends = {self._ends_in(ins.index, a, depth + 1) for a in ins.args if a != operand}
+                return "param" if "param" in ends else "load" if "load" in ends else "other"
             if ins.op != "copy" or len(ins.args) != 1:
                 return "other"
             at, operand = ins.index, ins.args[0]
