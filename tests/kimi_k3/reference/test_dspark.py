@@ -14,6 +14,7 @@ import torch
 from model_steps import PAGE, Driver, tokens
 from naive_model import rms, sigmoid
 
+from kimi_k3.reference import dspark
 from kimi_k3.reference.checkpoint import CheckpointError
 from kimi_k3.reference.config import TINY_A, TINY_B, DSparkConfig
 from kimi_k3.reference.dspark import DSpark, accepted_slots, attention_scale, rotate, yarn_frequencies
@@ -45,8 +46,10 @@ def target(precision: str = "fp64", scheme: str = "native") -> Model:
     return Model(TINY_A, random_weights(TINY_A, 0), PRECISIONS[precision], state_scheme=scheme)
 
 
-def naive_block(taps: Any, last: int, embed: Any) -> Any:
-    """Final-normed rows [DL, H]: FP64, keys and values expanded per head, complex rotation, no cache."""
+def naive_block(taps: Any, last: int, embed: Any, visible: int | None = None) -> Any:
+    """Final-normed rows [DL, H]: FP64, keys and values expanded per head, complex rotation, no cache.
+
+    ``visible``: only the first so many tokens, context and block, are attended to."""
     w, c = weights(), SPARK
     assert c is not None
     f = lambda t: t.double().numpy()  # noqa: E731
@@ -79,9 +82,13 @@ def naive_block(taps: Any, last: int, embed: Any) -> Any:
             out = []
             for head in range(heads):
                 query = np.concatenate([q[head, :nope], turn(q[head, nope:], start + j)])
-                scores = np.array([query @ key[head] for key in keys]) / math.sqrt(24) * (0.1 * math.log(4) + 1) ** 2
+                scores = (
+                    np.array([query @ key[head] for key in keys[:visible]])
+                    / math.sqrt(24)
+                    * (0.1 * math.log(4) + 1) ** 2
+                )
                 p = np.exp(scores - scores.max())
-                out.append(sum(a * value[head] for a, value in zip(p / p.sum(), values, strict=True)))
+                out.append(sum(a * value[head] for a, value in zip(p / p.sum(), values[:visible], strict=True)))
             attended.append(f(layer.o_proj) @ np.concatenate(out))
         xs = [x + a for x, a in zip(xs, attended, strict=True)]
         for j, x in enumerate(xs):
@@ -175,15 +182,30 @@ def test_context_rows_are_written_for_accepted_rows_only() -> None:
         assert set(changed.nonzero().flatten().tolist()) == expected
 
 
-def test_block_rows_beyond_the_pages_are_left_out() -> None:
+@pytest.mark.parametrize("absent", [0, 2])
+def test_block_rows_beyond_the_pages_are_left_out(absent: int) -> None:
     drafter = DSpark(target(), weights(), DL)
-    driver, caches, *_ = prefilled(drafter, {0: tokens(6)}, 1)
-    table = torch.tensor([[*driver.pages[0][:2], -1, -1]])  # room for 8 tokens; the block would end at 13
+    driver, caches, taps, _ = prefilled(drafter, {0: tokens(6)}, 1)
+    table = torch.tensor([[*driver.pages[0][:2], *[-1] * absent]])  # room for 8 tokens; the block would end at 13
     hidden = drafter.block_forward(torch.tensor([5]), torch.tensor([6]), table, caches)
-    assert bool(hidden.isfinite().all())
+    expected = naive_block(taps.numpy(), 5, drafter.target.embed_tokens.numpy(), visible=8)
+    torch.testing.assert_close(hidden[0], torch.from_numpy(expected), rtol=0, atol=1e-9)
     written = (~caches[0].isnan()).all(-1)
     assert int(written.sum()) == 8
     assert bool(written[driver.pages[0][:2]].all())
+
+
+def test_fp8_cache_also_rounds_the_query(monkeypatch: pytest.MonkeyPatch) -> None:
+    results = []
+    for round_query in (True, False):
+        if not round_query:
+            monkeypatch.setattr(dspark, "to_fp8", lambda x: x)
+        drafter = DSpark(target("bf16-kvfp8"), weights(), DL)
+        driver, caches, *_ = prefilled(drafter, {0: tokens(6)}, 1)
+        table = torch.tensor([driver.pages[0]])
+        results.append(drafter.block_forward(torch.tensor([5]), torch.tensor([6]), table, caches))
+    assert not torch.equal(*results)
+    assert (results[0] - results[1]).abs().mean() < 0.1
 
 
 @pytest.mark.parametrize("precision", ["bf16", "bf16-kvfp8"])
@@ -263,6 +285,24 @@ def test_parameter_counts_and_size() -> None:
     assert sum(2 * math.prod(shape) for shape in specs.values()) == pytest.approx(4.776e9, abs=1e6)
     assert specs["context_proj.weight"] == (7168, 35840)
     assert specs["layers.4.self_attn.kv_b_proj.weight"] == (16384, 512)
+    first = {name.removeprefix("layers.0.").removesuffix(".weight") for name in specs if name.startswith("layers.0.")}
+    attention = "q_a_proj q_a_layernorm q_b_proj kv_a_proj_with_mqa kv_a_layernorm kv_b_proj o_proj"
+    assert first == {
+        "input_layernorm",
+        "post_attention_layernorm",
+        *(f"self_attn.{name}" for name in attention.split()),
+        *(f"mlp.{part}_proj" for part in ("gate", "up", "down")),
+    }
+    rest = {name for name in specs if not name.startswith("layers.")}
+    assert rest == {
+        "context_proj.weight",
+        "context_norm.weight",
+        "final_norm.weight",
+        "markov_head.markov_w1.weight",
+        "markov_head.markov_w2.weight",
+        "confidence_head.proj.weight",
+        "confidence_head.proj.bias",
+    }
 
 
 def test_checkpoint_round_trip_and_errors(tmp_path: Path) -> None:

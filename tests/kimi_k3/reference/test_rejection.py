@@ -103,10 +103,9 @@ def test_block_verification_accepts_at_least_as_much() -> None:
 @pytest.mark.parametrize("greedy_drafts", [False, True])
 def test_sampling_follows_the_probabilities(method: str, greedy_drafts: bool) -> None:
     """verify_drafts itself, over many seeds, for fixed drafts."""
-    gen = torch.Generator().manual_seed(0)
-    logits = 2 * torch.randn(DRAFTS + 1, VOCAB, generator=gen, dtype=torch.float64)
-    p, drafts, runs = logits.softmax(-1), (1, 2), 1500
-    q = torch.softmax(torch.randn(DRAFTS, VOCAB, generator=gen, dtype=torch.float64), -1)
+    p = torch.tensor([[0.2, 0.5, 0.3], [0.55, 0.3, 0.15], [0.1, 0.3, 0.6]], dtype=torch.float64)
+    q = torch.tensor([[0.1, 0.7, 0.2], [0.1, 0.2, 0.7]], dtype=torch.float64)
+    logits, drafts, runs = p.log(), (1, 2), 1500  # every outcome has a probability well away from 0 and 1
     if greedy_drafts:
         q = torch.nn.functional.one_hot(torch.tensor(drafts), VOCAB).double()
     kept, corrections = _kept_probabilities(method, p, q, drafts)
@@ -118,7 +117,9 @@ def test_sampling_follows_the_probabilities(method: str, greedy_drafts: bool) ->
     for n, probability in enumerate(kept):
         for token in range(VOCAB):
             expected = probability * corrections[n][token].item()
-            assert counts[(*drafts[:n], token)] / runs == pytest.approx(expected, abs=4.5 * (0.25 / runs) ** 0.5)
+            assert counts[(*drafts[:n], token)] / runs == pytest.approx(
+                expected, abs=4.5 * (expected * (1 - expected) / runs) ** 0.5
+            )
 
 
 def test_greedy_accepts_while_the_argmax_agrees() -> None:
@@ -192,6 +193,11 @@ def test_noise_depends_on_seed_and_position_only() -> None:
         return verify_drafts(target, drafts, Rejection(), greedy=False, seed=seed, position=position)
 
     assert run(5, 10) == run(5, 10)
+    sure = torch.full((2, 50), -1e9)
+    sure[0, 3] = 0  # the draft 3 is certain, so what follows is an ordinary sample at the next position
+    sure[1] = target[1]
+    alone = verify_drafts(target[1:2], [], Rejection(), greedy=False, seed=5, position=11)
+    assert verify_drafts(sure, [3], Rejection(), greedy=False, seed=5, position=10) == [3, *alone]
     assert len({tuple(run(5, p)) for p in range(30)}) > 5
     assert len({tuple(run(s, 10)) for s in range(30)}) > 5
 
