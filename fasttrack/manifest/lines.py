@@ -31,7 +31,7 @@ class LineMap:
 
 
 def read_yaml(path: Path) -> tuple[Any, LineMap, bytes]:
-    """Read one YAML document. Refuses unreadable files, bad syntax, duplicate keys and anchors' recursion."""
+    """Read one YAML document. Refuses unreadable files, bad syntax, duplicate keys and aliases."""
     try:
         if path.is_dir():
             raise ManifestError("is a folder", where=str(path), expected="a YAML file")
@@ -48,6 +48,10 @@ def read_yaml(path: Path) -> tuple[Any, LineMap, bytes]:
         line = raw[: error.start].count(b"\n") + 1
         raise ManifestError("is not UTF-8", where=f"{path}:{line}", expected="UTF-8 text") from None
     try:
+        for event in yaml.parse(text, Loader=yaml.SafeLoader):
+            if isinstance(event, yaml.AliasEvent):  # a few nested ones expand to gigabytes
+                line = event.start_mark.line + 1
+                raise ManifestError("uses a YAML alias", where=f"{path}:{line}", expected="every value written out")
         node = yaml.compose(text, Loader=yaml.SafeLoader)
         data = yaml.safe_load(text)
     except yaml.MarkedYAMLError as error:

@@ -81,6 +81,29 @@ def test_validate_bundle_verify(shell: Shell):
     assert "isolation.jsonl" in broken.stdout + broken.stderr
 
 
+def test_a_hundred_line_target_goes_all_the_way(shell: Shell):
+    """No ranks, no slots, one op: the protocol asks for no more than :mod:`hundred_lines` has."""
+    names = shell.folder / "site" / "fasttrack_toy-1.dist-info" / "entry_points.txt"
+    names.write_text("[fasttrack.targets]\nhundred = hundred_lines:TARGET\n")
+    shell.manifest(
+        target="hundred",
+        scope=[{"name": "plain", "tp": [1], "requests": [1, 8]}],
+        probes=[
+            {"name": "m9", "step": "decode", "tp": 1, "requests": 9, "reason": "not_taken"},
+            {"name": "prefill", "step": "prefill", "tp": 1, "requests": 2},
+            {"name": "tp2", "step": "decode", "tp": 2, "requests": 1, "expect": "refused"},
+        ],
+    )
+    done = shell.run("validate", "toy.yaml")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert shell.run("bundle", "--pr", "7").returncode == 0
+    (bundle,) = (shell.folder / "bundles").iterdir()
+    assert shell.run("verify", str(bundle), "--require", "pass").returncode == 0
+    shown = shell.run("show", str(bundle))
+    assert shown.returncode == 0
+    assert "isolation.witnesses" in shown.stdout
+
+
 def test_a_failing_gate_is_exit_1_and_its_bundle_still_verifies(shell: Shell):
     shell.manifest(probes=[{"name": "inside", "step": "decode", "tp": 2, "requests": 4}])
     done = shell.run("validate", "toy.yaml")

@@ -84,7 +84,7 @@ def test_a_wrong_field_is_named_with_its_line(tmp_path: Path, data: dict, line: 
         ("name: x\nname: y\n", "given twice"),
         ("- 1\n", "is not a mapping"),
         ("", "is not a mapping"),
-        ("a: &a [*a]\n", "m.yaml"),
+        ("a: &a [1]\nb: [*a, *a]\n", "m.yaml:2: uses a YAML alias"),
         ("[" * 3000, "m.yaml"),
     ],
 )
