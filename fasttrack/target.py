@@ -63,8 +63,8 @@ class TargetDescription:
         Raises :class:`UsageError` when fields are missing or unknown.
         """
         try:
-            values = {k: tuple(v) if isinstance(v, list) else v for k, v in data.items()}
-            limits = {k: tuple(v) if isinstance(v, list) else v for k, v in values.pop("limits").items()}
+            values: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in data.items()}
+            limits: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in values.pop("limits").items()}
             return TargetDescription(limits=Limits(**limits), **values)
         except (KeyError, TypeError, AttributeError) as error:
             raise UsageError(f"malformed target description ({error})", where="run.json: target") from None

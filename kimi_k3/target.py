@@ -169,7 +169,7 @@ class KimiK3Target:
                 draft_lengths=names.DRAFT_LENGTHS,
                 context_parallel=names.CONTEXT_PARALLEL,
             ),
-            engines=("embedded",),
+            engines=("embedded", "vllm", "server"),
         )
 
     def engine(self, spec: EngineSpec) -> Engine:
