@@ -16,9 +16,10 @@ from kimi_k3.decode.cases import Case, bind, cases, op_cases
 from kimi_k3.decode.numerics.bounded import BF16, E4M3, Bounded, half_ulp
 from kimi_k3.decode.numerics.families import FAMILIES, Draw
 from kimi_k3.decode.numerics.rig import OpCase
-from kimi_k3.decode.ops import SCHEMAS, OpContext
+from kimi_k3.decode.ops import ROUNDING, SCHEMAS, OpContext
 from kimi_k3.decode.registry import Provider
 from kimi_k3.reference.numerics import to_fp8
+from kimi_k3.reference.precision import FP8, Precision
 
 POISONS = (float("nan"), 1e30)
 
@@ -248,3 +249,44 @@ def test_tiers() -> None:
     assert counts["smoke"] < counts["standard"] < counts["full"]
     with pytest.raises(ValueError, match="unknown tier"):
         next(op_cases("huge"))
+
+
+# -- the declared rounding points --------------------------------------------------------------------------------
+
+
+#: Outputs that are FP32, exact, or no numbers of the op: they would only dilute the shares below.
+UNROUNDED = {"recurrent", "logits", "lse", "conv", "padding", "armed", "ids", "units"}
+
+
+def mismatches(op: str) -> float:
+    """Share of output elements that differ from the FP64 formula rounded exactly where the op declares to round."""
+    wrong = total = 0
+    for case in smoke(op):
+        if case.shape.precision.kv == FP8 or case.op == "mla_core":
+            continue  # the formula's FP8 casts are not rounded; the core rounds parts that the formula does not have
+        bound = bind(case)
+        outputs = bound.run(bound.inputs("normal", 1), 0.0)
+        oracle = bound.oracle(bound.inputs("normal", 1))
+        for name in set(oracle) - UNROUNDED:
+            wrong += int((outputs[name].double() != oracle[name]).sum())
+            total += outputs[name].numel()
+    return wrong / max(total, 1)
+
+
+@pytest.fixture
+def rounding_oracles(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Bounded, "rounded", lambda b: Bounded.of(b.value.float().bfloat16()))
+
+
+@pytest.mark.usefixtures("rounding_oracles")
+@pytest.mark.parametrize("op", SCHEMAS)
+def test_providers_round_where_they_declare_to(op: str) -> None:
+    """Rounding differences remain only where FP32 and FP64 sums fall on different sides of a rounding boundary."""
+    assert mismatches(op) < 0.005
+
+
+@pytest.mark.usefixtures("rounding_oracles")
+@pytest.mark.parametrize("op", [op for op, points in ROUNDING.items() if points and op != "mla_core"])
+def test_a_provider_that_does_not_round_in_between_would_be_noticed(op: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Precision, "rounded", lambda self, x: x)
+    assert mismatches(op) > 0.05

@@ -56,10 +56,12 @@ def started(precision: str) -> list[tuple[Requests, list[int]]]:
     return crowds
 
 
-def generate(precision: str, tp: int | None, tokens: int = TOKENS, **options: Any) -> list[list[int]]:
+def generate(
+    precision: str, tp: int | None, tokens: int = TOKENS, crowds: int = PROMPTS // CROWD, **options: Any
+) -> list[list[int]]:
     """Tokens per prompt; ``tp`` None is the stock path."""
     found = []
-    for crowd, first in started(precision):
+    for crowd, first in started(precision)[:crowds]:
         run = crowd.fork()
         step = stock(run) if tp is None else specialized(run.executor(tp, **options))
         found += run.decode(first, tokens - 1, step)
@@ -74,6 +76,10 @@ def reference(precision: str) -> list[list[int]]:
 @pytest.mark.parametrize("tp", [1, 8, 16])
 def test_fp64_gives_the_same_tokens_without_exception(tp: int) -> None:
     assert generate("fp64", tp) == reference("fp64")
+
+
+def test_fp64_gives_the_same_tokens_with_the_sequence_spread_over_the_ranks() -> None:
+    assert generate("fp64", 8, crowds=1, dcp=8, interleave=3) == reference("fp64")[:CROWD]
 
 
 def test_the_outputs_are_worth_comparing() -> None:
