@@ -5,12 +5,15 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from fasttrack.cli.output import plain, table
 from fasttrack.errors import UsageError
+
+if TYPE_CHECKING:
+    from fasttrack.gates import GateResult
 
 
 def validate(
@@ -60,22 +63,33 @@ def validate(
     from fasttrack.manifest import load_manifest
 
     declared, _ = load_manifest(outcome.folder / "manifest.yaml")
+    required = declared.gates.required
     rows = [
-        [
-            result.gate,
-            "required" if result.gate in declared.gates.required else "optional",
-            result.verdict,
-            result.reason,
-        ]
-        for result in outcome.results
+        [r.gate, "required" if r.gate in required else "optional", r.verdict, _deciding(r)] for r in outcome.results
     ]
     table(["gate", "", "verdict", "the numbers that decided"], rows, colour_column=2)
+    for result in outcome.results:
+        if result.verdict != "pass":
+            plain(f"{result.gate} {result.verdict}: {result.reason}")
     if not declared.trained_checkpoint:
         plain("Task scores are optional here: the checkpoint is untrained, so they say nothing about answers.")
     for sentence in declared.cannot_show:
         plain(f"Not shown: {sentence}")
     plain(f"verdict: {outcome.verdict}    run: {outcome.folder}")
     return exit_code(outcome.verdict)
+
+
+def _deciding(result: GateResult, most: int = 2) -> str:
+    """The first numbers of a gate, each with its limit; `fasttrack show` has them all."""
+    from fasttrack.report.text import show
+
+    shown = []
+    for number in result.numbers[:most]:
+        unit = number.unit if len(number.unit) <= 40 else ""
+        limit = f" ({number.limit})" if number.limit else ""
+        shown.append(" ".join(f"{number.name} {show(number.value)} {unit}".split()) + limit)
+    rest = len(result.numbers) - most
+    return "; ".join(shown) + (f"; {rest} more" if rest > 0 else "")
 
 
 def _is_commit(text: str) -> bool:
