@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Iterator
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ import torch
 
 from kimi_k3.kernels import bench
 from kimi_k3.kernels.cute_util import EVICT_FIRST
-from kimi_k3.kernels.kda_core import HEAD, Settings
+from kimi_k3.kernels.kda_core import HEAD, KdaCore, Settings
 from kimi_k3.kernels.kda_core_cases import moved_bytes
 from kimi_k3.kernels.kda_core_launch import PreparedKdaCore, choose
 from kimi_k3.kernels.shapes import pad16
@@ -57,68 +56,87 @@ class Layers:
         self.accepted = torch.randint(1, per + 1, (requests,), generator=g, device=dev).int() if columns else None
         self.out = torch.empty(count, requests * tokens, width, dtype=torch.bfloat16, device=dev)
 
-    def prepared(self, settings: Settings) -> list[PreparedKdaCore]:
+    def prepared(self, settings: Settings, kernel: type[KdaCore] = KdaCore) -> list[PreparedKdaCore]:
         made = []
         for i in range(self.count):
             p = PreparedKdaCore(
                 self.f_b[i], self.conv_weight[i], self.a_log[i].clone(), self.dt_bias[i], self.norm[i], pitch=self.pitch,
                 tokens=self.tokens, columns=self.columns, settings=lambda *_: settings,
             )  # fmt: skip
+            p.kernel = kernel  # type: ignore[misc]
             p.prepare([self.requests])
             made.append(p)
         return made
 
 
-def candidates(heads: int, tokens: int, requests: int) -> Iterator[Settings]:
+def candidates(heads: int, tokens: int, requests: int) -> list[Settings]:
     """Every geometry that could pay for this many (head, request) pairs."""
     items = heads * requests
+    found = []
     if items >= 48:
-        for occupancy in (2, 3):
-            yield Settings(occupancy=occupancy)
-        yield Settings(lanes=16, occupancy=2)
-        yield Settings(occupancy=2, store_hint=EVICT_FIRST)
-        yield Settings(occupancy=2, trigger="entry")
-    if items > 132:
-        for resident in (1, 2):
-            yield Settings(occupancy=2, resident=resident)
-        yield Settings(occupancy=2, resident=2, store_hint=EVICT_FIRST)
-        yield Settings(occupancy=2, resident=2, load_hint=0)
-        yield Settings(occupancy=2, resident=2, lanes=16)
-        yield Settings(occupancy=2, resident=2, trigger="end")
-    if 24 <= items <= 384:
-        for occupancy in (2, 3):
-            yield Settings(cluster=2, occupancy=occupancy)
+        found += [Settings(lanes=16), Settings(lanes=16, rows_per_pass=4)]
+    if items <= 192:
+        found.append(Settings(cluster=2, lanes=16))
     if items <= 96:
-        yield Settings(cluster=4, rows_per_pass=4)
-        yield Settings(cluster=4, lanes=16, rows_per_pass=4)
-        yield Settings(cluster=4, rows_per_pass=4, trigger="entry")
-    if items <= 24:
-        yield Settings(cluster=8, lanes=16, rows_per_pass=2)
-        yield Settings(cluster=8, warps=4, rows_per_pass=4)
+        found.append(Settings(cluster=4, lanes=16, rows_per_pass=4))
+    if items <= 48:
+        found.append(Settings(cluster=8, lanes=16, rows_per_pass=2))
+    if tokens == 1:
+        if items >= 48:
+            found += [Settings(lanes=16, bulk_store=True), Settings(lanes=16, rows_per_pass=4, bulk_store=True)]
+        for units in (2, 3):
+            if items >= 96 * units:
+                found += [Settings(lanes=16, units=units), Settings(lanes=16, units=units, stages=3)]
+                found.append(Settings(lanes=16, units=units, stages=3, bulk_store=True))
+        if items >= 384:
+            found.append(Settings(lanes=16, units=min(6, items // 128), stages=6, occupancy=1))
+    return found
+
+
+class _Nothing:
+    def skip(self, *args: Any) -> None:
+        """A step that is left out."""
+
+
+def ablations() -> dict[str, type[KdaCore]]:
+    """The kernel with steps left out: where the time goes. Results are wrong, traffic and waits are not."""
+    parts = {
+        "recurrence": ("advance",),
+        "stores": ("store_rows",),
+        "gates": ("gate_weights", "gates"),
+        "convolution": ("conv_weights", "job_taps", "convolve", "shift"),
+    }
+    parts["all but state traffic"] = (*parts["recurrence"], *parts["gates"], *parts["convolution"], "norm")
+    return {
+        f"without {name}": type("Ablated", (KdaCore,), dict.fromkeys(steps, _Nothing.skip)) for name, steps in parts.items()
+    }
 
 
 def describe(s: Settings) -> str:
     hints = f"{'l' * (s.load_hint > 0)}{'s' * (s.store_hint > 0)}"
-    return f"c{s.cluster}w{s.warps}L{s.lanes}o{s.occupancy}r{s.resident} {hints} {s.trigger}"
+    return f"c{s.cluster}w{s.warps}L{s.lanes}p{s.rows_per_pass}o{s.occupancy}u{s.units}g{s.stages}{'b' * s.bulk_store} {hints} {s.trigger}"
 
 
-def measure(heads: int, requests: int, tokens: int, columns: int, floor: float, sweep: bool) -> list[bench.Timing]:
+def measure(
+    heads: int, requests: int, tokens: int, columns: int, floor: float, sweep: bool, ablate: bool
+) -> list[bench.Timing]:
     size = moved_bytes(requests, tokens, heads, pitch_of(heads))
     layers = Layers(heads, requests, tokens, columns, bench.distinct(size, most=256))
     results = []
-    tried = set()
-    for s in candidates(heads, tokens, requests) if sweep else [choose(heads, tokens, requests)]:
-        if s in tried:
-            continue
-        tried.add(s)
+    best = choose(heads, tokens, requests)
+    todo: dict[str, tuple[Settings, type[KdaCore]]] = {"": (best, KdaCore)}
+    if sweep:
+        todo = {" " + describe(s): (s, KdaCore) for s in candidates(heads, tokens, requests)}
+    if ablate:
+        todo.update({" " + name: (best, kernel) for name, kernel in ablations().items()})
+    for note, (s, kernel) in todo.items():
         try:
-            kernels = layers.prepared(s)
+            kernels = layers.prepared(s, kernel)
 
             def launch(i: int, kernels: list[PreparedKdaCore] = kernels) -> None:
                 k = layers
                 kernels[i].run(k.projected, k.slots, k.accepted, k.conv[i], k.state[i], k.out[i])
 
-            note = f" {describe(s)}" if sweep else ""
             name = f"kda_core h{heads} B{requests} q{tokens}{'n' if columns else ''}{note}"
             extra: dict[str, Any] = {"heads": heads, "requests": requests, "tokens": tokens, "settings": asdict(s)}
             t = bench.time_launches(name, launch, layers.count, bytes_per_launch=size, floor_tbps=floor, extra=extra)
@@ -142,6 +160,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--sweep", action="store_true")
+    parser.add_argument("--plain", type=int, default=1, help="0: leave plain decode out")
+    parser.add_argument("--ablate", action="store_true", help="also time the kernel with steps left out")
     parser.add_argument("--heads", type=int, nargs="+", default=[12, 6])
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32, 64])
     parser.add_argument("--verify", type=int, nargs="*", default=[], help="tokens per request, of a table of 8 slots")
@@ -150,15 +170,15 @@ def main() -> None:
     print(f"read {floor:.3f} TB/s, copy {copy:.3f} TB/s", flush=True)
     timings: list[bench.Timing] = []
     for heads in args.heads:
-        for tokens, columns in [(1, 0), *((t, 8) for t in args.verify)]:
+        for tokens, columns in [(1, 0)] * args.plain + [(t, 8) for t in args.verify]:
             for rows in args.rows:
                 if rows % tokens:
                     continue
-                found = measure(heads, rows // tokens, tokens, columns, floor, args.sweep)
+                found = measure(heads, rows // tokens, tokens, columns, floor, args.sweep, args.ablate)
                 print(bench.table(found), flush=True)
                 timings += found
                 torch.cuda.empty_cache()
-    bench.write(args.out, timings, floor, "KDA decode core, one layer", copy_TBps=round(copy, 4), goals=GOALS)
+            bench.write(args.out, timings, floor, "KDA decode core, one layer", copy_TBps=round(copy, 4), goals=GOALS)
     print(json.dumps({"written": str(args.out), "timings": len(timings)}))
 
 

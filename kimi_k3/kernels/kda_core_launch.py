@@ -18,10 +18,10 @@ def choose(heads: int, tokens: int, requests: int) -> Settings:
     if items <= 24:
         return Settings(cluster=4, rows_per_pass=4)
     if items <= 66:
-        return Settings(cluster=2)
+        return Settings(cluster=2, lanes=16)
     if items <= 264:
-        return Settings()
-    return Settings(resident=2)
+        return Settings(lanes=16)
+    return Settings(lanes=16, units=3)
 
 
 def kernel_args(index: torch.dtype = torch.int32) -> tuple[Any, ...]:
@@ -43,8 +43,10 @@ class PreparedKdaCore:
     ``f_b`` [heads 128, 128] bf16, ``conv_weight`` [3, 4, heads 128] fp32 (q, k, v; taps oldest first), ``a_log`` [heads],
     ``dt_bias`` [heads 128], ``norm_weight`` [128] fp32. ``pitch``: columns of ``projected``. ``tokens`` per request,
     ``columns`` of the slot table (0: one slot per request and no accepted counts). ``conv_width``: channels of q in the
-    convolution history if it holds more heads than these. ``sms``: plan for fewer SMs than the device has. Raises ValueError for wrong shapes, dtypes or alignment.
+    convolution history if it holds more heads than these. Raises ValueError for wrong shapes, dtypes or alignment.
     """
+
+    kernel: type[KdaCore] = KdaCore  #: a benchmark may leave parts of it out
 
     def __init__(
         self,
@@ -60,7 +62,6 @@ class PreparedKdaCore:
         index_dtype: torch.dtype = torch.int32,
         conv_width: int | None = None,
         early: bool = True,
-        sms: int | None = None,
         settings: Callable[[int, int, int], Settings] = choose,
     ) -> None:
         heads = a_log.shape[0]
@@ -82,20 +83,18 @@ class PreparedKdaCore:
         self.weights = (f_b, conv_weight, a_log, dt_bias, norm_weight)
         self.pitch, self.tokens, self.columns, self.index_dtype = pitch, tokens, columns, index_dtype
         self.conv_width, self.early, self.settings = conv_width or self.width, early, settings
-        self.sms = sms
         self._fixed = tuple(address(w, 4 if w is a_log else 16) for w in self.weights)
         self._code: dict[int, Any] = {}
         self._groups: dict[int, int] = {}
 
     def prepare(self, requests: Iterable[int]) -> None:
         """Compile what ``run`` needs for these numbers of requests; call it before graph capture."""
-        sms = self.sms or torch.cuda.get_device_properties(self.weights[0].device).multi_processor_count
         for n in requests:
             s = self.settings(self.heads, self.tokens, n)
             index = 4 if self.index_dtype == torch.int32 else 8
             given = (self.heads, self.pitch, self.tokens, self.columns, index, s, self.early, self.conv_width)
-            self._groups[n] = s.groups(self.heads, n, sms)
-            self._code[n] = compiled(("kda_core", *given), KdaCore(*given), kernel_args(self.index_dtype))
+            self._groups[n] = s.groups(n)
+            self._code[n] = compiled((self.kernel, *given), self.kernel(*given), kernel_args(self.index_dtype))
 
     def run(
         self, projected: Tensor, slots: Tensor, accepted: Tensor | None, conv_state: Tensor, state: Tensor, out: Tensor

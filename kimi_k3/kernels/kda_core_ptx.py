@@ -75,6 +75,21 @@ def bulk_load(smem, addr, size, bar, hint: cutlass.Constexpr, *, loc=None, ip=No
 
 
 @dsl_user_op
+def bulk_store(addr, smem, size, *, loc=None, ip=None):
+    """Asynchronous copy of ``size`` bytes shared -> global, as one bulk group of this thread."""
+    ops = [Int64(addr).ir_value(loc=loc, ip=ip)] + [Int32(v).ir_value(loc=loc, ip=ip) for v in (smem, size)]
+    code = "cp.async.bulk.global.shared::cta.bulk_group [$0],[$1],$2; cp.async.bulk.commit_group;"
+    cu.asm(None, ops, code, "l,r,r", True, loc, ip)
+
+
+@dsl_user_op
+def bulk_wait(pending: cutlass.Constexpr, read: cutlass.Constexpr, *, loc=None, ip=None):
+    """Until at most ``pending`` bulk groups of this thread are unfinished; ``read``: until their sources were read."""
+    code = f"cp.async.bulk.wait_group{'.read' if read else ''} {pending};"
+    cu.asm(None, [], code, "", True, loc, ip)
+
+
+@dsl_user_op
 def st_peer(smem, peer, value, *, loc=None, ip=None):
     """Store a float at this block's shared address ``smem``, in block ``peer`` of the cluster."""
     ops = [Int32(v).ir_value(loc=loc, ip=ip) for v in (smem, peer)] + [Float32(value).ir_value(loc=loc, ip=ip)]

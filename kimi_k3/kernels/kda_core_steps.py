@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64
+from cutlass import Float32, Int32, Int64, Uint32
 
 from kimi_k3.kernels import cute_util as cu
 from kimi_k3.kernels import kda_core_ptx as px
@@ -35,21 +35,33 @@ class KdaSteps:
                 weights[j, c] = cu.i2f(words[c])
 
     @cute.jit
-    def conv_taps(self, taps, lane, job, rank, head, taken, conv, inputs, begin: cutlass.Constexpr, end: cutlass.Constexpr):
-        """Pre-convolution inputs of job (token, tensor): tap j is input token - 3 + j, from the history or this step."""
-        token, tensor = job // 3, job % 3
-        at = self.channel(lane, tensor, rank)
-        old = conv + Int64((taken - 1 + token) * (3 * self.conv_width) + tensor * self.conv_width + at) * 2
-        new = inputs + Int64((token - TAPS) * self.pitch + tensor * self.width + head * HEAD + at) * 2
-        for j in cutlass.range_constexpr(begin, end):
-            source = old + Int64(j * 3 * self.conv_width * 2)
-            if cutlass.const_expr(j == TAPS):
-                source = new + Int64(j * self.pitch * 2)
-            elif cutlass.const_expr(self.tokens > 1):
-                if token + j >= TAPS:
-                    source = new + Int64(j * self.pitch * 2)
-            words = px.ldg2(source)
-            taps[j, 0], taps[j, 1] = words[0], words[1]
+    def job_taps(
+        self, taps, lane, job, rank, head, first, taken, conv_state, conv_stride, inputs, step,
+        begin: cutlass.Constexpr, end: cutlass.Constexpr,
+    ):  # fmt: skip
+        """Inputs ``begin`` .. ``end`` of the window of job (unit, tensor), from the history or this step; padding: none.
+
+        Tap j of a request's token t is its input t - 3 + j.
+        """
+        unit, tensor = job // 3, job % 3
+        owner, token = unit, Int32(0)  # lane with the unit's tables
+        if cutlass.const_expr(self.tokens > 1):
+            owner, token = Int32(0), unit
+        live, past = cute.arch.shuffle_sync(first, owner), cute.arch.shuffle_sync(taken, owner)
+        if (live > 0) & (job < 3 * self.units):
+            at = self.channel(lane, tensor, rank)
+            old = Int64((past - 1 + token) * (3 * self.conv_width) + tensor * self.conv_width + head * HEAD + at)
+            old = conv_state.toint() + (Int64(live) * conv_stride + old) * 2
+            new = inputs + (Int64(unit * step) * self.pitch + (tensor * self.width + head * HEAD + at)) * 2
+            for j in cutlass.range_constexpr(begin, end):
+                source = old + Int64(j * 3 * self.conv_width * 2)
+                if cutlass.const_expr(j == TAPS):
+                    source = new
+                elif cutlass.const_expr(self.tokens > 1):
+                    if token + j >= TAPS:
+                        source = new + Int64((j - TAPS) * self.pitch * 2)
+                words = px.ldg2(source)
+                taps[j, 0], taps[j, 1] = words[0], words[1]
 
     @cute.jit
     def convolve(self, taps, weights, lane, job, qs, ks, vs):
@@ -77,16 +89,22 @@ class KdaSteps:
             cu.sts4(to + (token * HEAD + 4 * lane) * 4, [cu.f2i(y[c] * norm) for c in range(4)])
 
     @cute.jit
-    def shift(self, taps, lane, warp, rank, head, taken, conv, inputs):
-        """The history becomes [C[a], C[a + 1], x_0 .. x_{N-1}], a = tokens accepted; q and k by block 0, v by owners."""
-        if (warp == 2) & (4 * lane < self.rows) | (warp < 2) & (rank == 0):
-            at = self.channel(lane, warp, rank)
-            base = conv + Int64(warp * self.conv_width + at) * 2
-            new = inputs + Int64(warp * self.width + head * HEAD + at) * 2
+    def shift(self, taps, lane, job, rank, head, first, taken, conv_state, conv_stride, inputs):
+        """The history becomes [C[a], C[a + 1], x_0 .. x_{N-1}], a = tokens accepted; q and k by block 0, v by owners.
+
+        One token: job (unit, tensor), its taps still in registers. Several: job = tensor, of the one request.
+        """
+        unit, tensor = job // 3, job % 3
+        live, past = cute.arch.shuffle_sync(first, unit), cute.arch.shuffle_sync(taken, unit)
+        if (live > 0) & ((tensor == 2) & (4 * lane < self.rows) | (tensor < 2) & (rank == 0)):
+            at = self.channel(lane, tensor, rank)
+            base = Int64(live) * conv_stride + Int64(tensor * self.conv_width + head * HEAD + at)
+            base = conv_state.toint() + base * 2
+            new = inputs + Int64(tensor * self.width + head * HEAD + at) * 2
             pitch: cutlass.Constexpr = 3 * self.conv_width * 2
-            if cutlass.const_expr(self.tokens > 1):  # one token: still in registers
+            if cutlass.const_expr(self.tokens > 1):
                 for j in cutlass.range_constexpr(2):
-                    words = px.ldg2(base + Int64((taken + j) * pitch))
+                    words = px.ldg2(base + Int64((past + j) * pitch))
                     taps[1 + j, 0], taps[1 + j, 1] = words[0], words[1]
             px.stg2(base, [taps[1, 0], taps[1, 1]])
             px.stg2(base + Int64(pitch), [taps[2, 0], taps[2, 1]])
@@ -124,8 +142,8 @@ class KdaSteps:
                     for v in cutlass.range_constexpr(4):
                         acc[h, v] = d[v]
             for v in cutlass.range_constexpr(4):
-                token = 2 * (lane % 4) + v % 2
-                if token < self.tokens:
+                token = 2 * (lane % 4) + v % 2  # or request
+                if token < self.units:
                     raw, _ = cu.unpack_bf16(cu.pack_bf16(acc[0, v] + acc[1, v], Float32(0)))
                     gate = cu.sigmoid(scale * (raw + bias[i, v // 2])) * Float32(LOWER_BOUND * cu.LOG2E)
                     row = (warp * self.tiles + i) * 16 + lane // 4 + 8 * (v // 2)
@@ -196,6 +214,21 @@ class KdaSteps:
                     S[i, j, e] = cu.i2f(words[e])
 
     @cute.jit
+    def send_rows(self, S, lane, address, rows, slot, p: cutlass.Constexpr, state_stride):
+        """As :meth:`store_rows` of pass ``p``, through shared memory (the place the rows came from) by a bulk copy."""
+        J: cutlass.Constexpr = 32 // self.lanes
+        size: cutlass.Constexpr = self.rpp * HEAD * 4
+        for i in cutlass.range_constexpr(self.slots):
+            for j in cutlass.range_constexpr(J):
+                row = i * J + lane // self.lanes
+                at = address + row * 512 + (j * self.lanes + lane % self.lanes) * 16
+                cu.sts4(at, [cu.f2i(S[i, j, e]) for e in range(4)])
+        cu.fence_async_shared()
+        cute.arch.sync_warp()
+        if lane == 0:
+            px.bulk_store(rows + (Int64(slot) * state_stride * 4 + Int64(p * self.warps * size)), address, size)
+
+    @cute.jit
     def store_rows(self, S, slot, local, lane, rank, head, state, state_stride):
         """And to the state of ``slot``, unless that is a null slot."""
         J: cutlass.Constexpr = 32 // self.lanes
@@ -212,8 +245,9 @@ class KdaSteps:
                         cu.stg4(to, words)
 
     @cute.jit
-    def finish(self, outs, z, gamma, total, n: cutlass.Constexpr, t, lane, row):
+    def finish(self, outs, z, gamma, total, n: cutlass.Constexpr, t, lane, first, row, step):
         """out = o rsqrt(mean(o^2) + eps) norm_weight sigmoid(z), 4 columns of this block a lane; ``total`` = sum(o^2)."""
+        live = cute.arch.shuffle_sync(first, t if self.tokens == 1 else 0)
         rstd = cu.rsqrt_approx(total * Float32(1.0 / HEAD) + Float32(NORM_EPS))
         if 4 * lane < self.rows:
             o = cu.lds4(outs + (t * self.rows + 4 * lane) * 4)
@@ -222,5 +256,7 @@ class KdaSteps:
                 lo, hi = cu.unpack_bf16(z[n, w])
                 y[2 * w] = cu.i2f(o[2 * w]) * rstd * gamma[2 * w] * cu.sigmoid(lo)
                 y[2 * w + 1] = cu.i2f(o[2 * w + 1]) * rstd * gamma[2 * w + 1] * cu.sigmoid(hi)
-            words = [cu.pack_bf16(y[0], y[1]), cu.pack_bf16(y[2], y[3])]
-            px.stg2(row + Int64(t * self.width + 4 * lane) * 2, words)
+            low, high = cu.pack_bf16(y[0], y[1]), cu.pack_bf16(y[2], y[3])
+            if live <= 0:
+                low, high = Uint32(0), Uint32(0)
+            px.stg2(row + (Int64(t * step) * self.width + 4 * lane) * 2, [low, high])

@@ -21,12 +21,11 @@ def pitch_of(heads: int) -> int:
 
 
 def prepare(inputs: Inputs, settings: Settings | None = None, early: bool = True) -> PreparedKdaCore:
-    sms = 4 if settings is not None and settings.resident else None  # several turns even with few requests
     i = inputs
     native = i.accepted is not None
     made = PreparedKdaCore(
         i.f_b, i.conv_weight, i.a_log, i.dt_bias, i.norm_weight, pitch=i.projected.shape[1], tokens=i.tokens,
-        columns=i.slots.shape[1] if native else 0, index_dtype=i.slots.dtype, early=early, sms=sms,
+        columns=i.slots.shape[1] if native else 0, index_dtype=i.slots.dtype, early=early,
         settings=choose if settings is None else lambda *_: settings,
     )  # fmt: skip
     made.prepare([i.slots.shape[0]])
@@ -60,14 +59,16 @@ def check(before: Inputs, settings: Settings | None = None, early: bool = True) 
 
 
 GEOMETRIES = [
-    Settings(), Settings(lanes=16), Settings(lanes=32), Settings(occupancy=2, resident=1), Settings(occupancy=1, resident=2),
-    Settings(cluster=2), Settings(cluster=4, rows_per_pass=4), Settings(cluster=4, lanes=32, rows_per_pass=4),
+    Settings(), Settings(lanes=16), Settings(lanes=32), Settings(lanes=16, occupancy=3, rows_per_pass=4),
+    Settings(lanes=16, units=2), Settings(lanes=16, units=3, stages=3), Settings(units=8, stages=4, occupancy=1),
+    Settings(bulk_store=True), Settings(lanes=16, units=3, stages=3, bulk_store=True), Settings(cluster=2, lanes=16),
+    Settings(cluster=4, rows_per_pass=4), Settings(cluster=4, lanes=16, rows_per_pass=4),
     Settings(cluster=8, lanes=16, rows_per_pass=2), Settings(cluster=8, warps=4, rows_per_pass=4),
 ]  # fmt: skip
 
 
 def label(s: Settings) -> str:
-    return f"c{s.cluster}w{s.warps}L{s.lanes}r{s.resident}"
+    return f"c{s.cluster}w{s.warps}L{s.lanes}u{s.units}g{s.stages}{'b' * s.bulk_store}"
 
 
 @pytest.mark.parametrize("settings", GEOMETRIES, ids=label)
