@@ -13,19 +13,32 @@ from fasttrack.stats.paired import (
     score_z,
     t_bounds,
 )
-from fasttrack.stats.power import Design, joint_pass_probability, pass_probability, repeats_needed
+from fasttrack.stats.power import (
+    Design,
+    Odds,
+    joint_odds,
+    joint_pass_probability,
+    odds,
+    pass_probability,
+    repeats_for_all,
+    repeats_needed,
+)
 
 __all__ = [
     "Bounds",
     "Design",
+    "Odds",
     "PairedScores",
     "bootstrap_bound",
     "breach_p_value",
     "holm",
+    "joint_odds",
     "joint_pass_probability",
     "lower_bound",
     "mcnemar_exact",
+    "odds",
     "pass_probability",
+    "repeats_for_all",
     "repeats_needed",
     "score_bound",
     "score_bounds",

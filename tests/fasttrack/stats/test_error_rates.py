@@ -1,0 +1,50 @@
+"""False passes at a drop equal to the margin, 10,000 draws a cell, over everything the README's table shows."""
+
+import numpy as np
+import pytest
+
+from fasttrack.stats.error_rates import MARGIN, World, report, worlds
+
+#: Three standard errors of a 5 % rate over 10,000 draws above the nominal level.
+LIMIT = 0.057
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("questions", [30, 200, 500])
+@pytest.mark.parametrize("estimand", ["population", "benchmark"])
+def test_false_pass_rate(questions, estimand):
+    repeats = (1, 8, 32) if questions == 30 else (1, 8)
+    cells = list(worlds((questions,), repeats, estimands=(estimand,)))
+    rates = {cell: cell.pass_rate(10_000) for cell in cells}
+    worst = max(rates, key=lambda cell: rates[cell])
+    assert rates[worst] <= LIMIT, (worst, rates[worst])
+
+
+@pytest.mark.parametrize("pattern", ["spread", "broken"])
+@pytest.mark.parametrize("estimand", ["population", "benchmark"])
+@pytest.mark.parametrize("mean", [0.6, 0.95])
+def test_worlds_drop_by_what_they_say(pattern, estimand, mean):
+    world = World(200, 8, mean, 0.1, 0.02, pattern, estimand)
+    harm, gain = world.chances(4000, np.random.default_rng(1))
+    assert (harm >= 0).all()
+    assert (gain >= 0).all()
+    assert (harm + gain <= 1 + 1e-9).all()
+    drops = (harm - gain).mean(1)
+    assert drops.mean() == pytest.approx(MARGIN, abs=5e-4)
+    if estimand == "benchmark":
+        assert drops == pytest.approx(MARGIN, abs=1e-9)
+    assert (harm + gain).mean() == pytest.approx(0.1, abs=0.03)
+
+
+def test_a_smaller_drop_passes_more_often():
+    rates = [World(200, 32, 0.8, 0.05, drop).pass_rate(400) for drop in (0.0, 0.01, 0.02, 0.03)]
+    assert rates == sorted(rates, reverse=True)
+    assert rates[0] > 0.9
+    assert rates[3] < 0.01
+
+
+def test_the_report_is_a_table_of_every_cell():
+    text = report(20)
+    assert text.count("| population |") == 9
+    assert "joint verdict" in text
+    assert "AIME25 2, GPQA-Diamond 2" in text
