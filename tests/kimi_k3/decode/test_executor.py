@@ -209,6 +209,31 @@ def test_the_result_does_not_depend_on_padding_or_earlier_steps() -> None:
     assert same_bits(executor.run(executor.plan(batch), batch), clean.run(clean.plan(batch), batch))
 
 
+def test_a_smaller_step_after_a_larger_one_leaves_the_others_alone() -> None:
+    """Both are padded to 16 rows: what the larger one left in the input tensors must not be acted upon."""
+    run = Requests(model("bf16"), 16)
+    first = run.prefill(prompts(16))
+    executor = run.executor(8)
+    batch = run.batch([[t] for t in first])
+    executor.run(executor.plan(batch), batch)
+    run.accept([1] * 16)
+    few = run.batch([[t] for t in first[:9]])
+    before = copy.deepcopy(run.caches)
+    executor.run(executor.plan(few), few)
+    inputs = executor.prepare(executor.plan(few)).inputs
+    assert inputs.slots[9:].tolist() == [[0]] * 7
+    assert inputs.slot_mapping[9:].tolist() == [-1] * 7
+    assert inputs.lens[9:].tolist() == inputs.ids[9:].tolist() == [0] * 7
+    assert inputs.accepted[9:].tolist() == [1] * 7
+    idle = [slot for slots in run.slots[9:] for slot in slots]
+    pages = [page for pages in run.pages[9:] for page in pages]
+    for layer, old in before.recurrent.items():
+        assert same_bits(run.caches.recurrent[layer][idle], old[idle])
+        assert same_bits(run.caches.conv[layer][idle], before.conv[layer][idle])
+    for layer, old in before.kv.items():
+        assert same_bits(run.caches.kv[layer][pages], old[pages])
+
+
 def test_steps_are_repeatable_bit_for_bit() -> None:
     run = Requests(model("bf16"), 9)
     first = run.prefill(prompts(9))
@@ -299,6 +324,8 @@ def test_the_ledger_tells_cell_slots_rows_and_prefetch_points() -> None:
     small = run.batch([[first[0]] * 4])
     executor.run(executor.plan(small), small)
     assert executor.last_step is not None
+    calls = {op: n for op, n in executor.last_step.ops.items() if op != "kimi_k3::prefetch"}
+    assert calls == did.ops  # of this step alone
     assert executor.last_step.prefetch_points[:2] == ["oproj_to_front@0", "oproj_to_front@1"]
     assert "experts_to_in_proj@1" in executor.last_step.prefetch_points
 
