@@ -98,6 +98,7 @@ class Request:
     sampling: Sampling = field(default_factory=Sampling)
     arrival_step: int = 0
     forced: tuple[int, ...] = ()  #: teacher forcing: emit these tokens instead of sampled ones
+    max_drafts: int | None = None  #: draft tokens verified per step, at most; None = the engine's draft length
 
 
 @dataclass
@@ -113,6 +114,7 @@ class Completion:
     arrival_time: float = 0.0
     token_times: list[float] = field(default_factory=list)
     full_logprobs: torch.Tensor | None = None  #: [emitted, vocab] when ``keep_logits`` was asked
+    cached_tokens: int = 0  #: prompt tokens that were not computed because a prefix was found in the cache
 
 
 @dataclass(frozen=True)
@@ -200,6 +202,7 @@ class LedgerStep:
     rank_hashes: list[str]
     wall: float = 0.0
     emitted: int = 0  #: tokens emitted by the step, all requests
+    accepted: list[int] = field(default_factory=list)  #: drafts that stood, per request that had any, in batch order
 
 
 @dataclass(frozen=True)

@@ -9,11 +9,11 @@ from __future__ import annotations
 import platform
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import fields
+from dataclasses import fields, replace
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
-from fasttrack.errors import EvidenceError, UsageError
+from fasttrack.errors import UsageError
 from fasttrack.target import (
     Completion,
     DeploymentRefused,
@@ -29,9 +29,12 @@ from fasttrack.target import (
 from kimi_k3 import names
 
 if TYPE_CHECKING:
-    from kimi_k3.reference.engine import EmbeddedEngine, EngineOptions
+    from kimi_k3.reference.drafter import Drafter
+    from kimi_k3.reference.engine import EmbeddedEngine
     from kimi_k3.reference.loading import Checkpoint
     from kimi_k3.reference.model import Model
+    from kimi_k3.reference.options import EngineOptions
+    from kimi_k3.reference.rejection import Rejection
     from kimi_k3.reference.requests import GenerationRequest
 
 #: Longest context unless ``max_context`` says otherwise, and the checkpoint allows it.
@@ -52,7 +55,14 @@ ENGINE_OPTIONS: dict[str, Any] = {
     "pages": None,
     "max_tokens_per_step": None,
     "max_context": None,
+    "drafter": "random",  #: DSpark with random weights; "rehearsal": a test drafter; or a checkpoint folder
+    "drafter_seed": 0,
+    "drafter_hit_rate": 0.8,  #: of the rehearsal: how often a draft is the target's own next token
+    "draft_sampling": "greedy",
+    "rejection": "standard",  #: or "block"; a synthetic acceptance overrides it
 }
+
+DRAFT_OPTIONS = ("drafter", "drafter_seed", "drafter_hit_rate", "draft_sampling", "rejection")
 
 #: vLLM's names of features that the specialised path refuses -> the executor's name and the value it accepts.
 DEPLOYMENT_OPTIONS: dict[str, tuple[str, Any]] = {
@@ -140,6 +150,8 @@ def resolve_options(given: Mapping[str, Any]) -> dict[str, Any]:
         if name not in defaults:
             raise UsageError("unknown option", where=where, expected=f"one of {', '.join(sorted(defaults))}")
         kind = int if defaults[name] is None else type(defaults[name])
+        if kind is float and type(value) is int:
+            value = float(value)
         if type(value) is not kind and not (value is None and defaults[name] is None):
             raise UsageError(
                 f"{value!r} is not {kind.__name__}", where=where, expected=f"a value like {defaults[name]!r}"
@@ -182,6 +194,7 @@ class KimiK3Target:
         switch, precision, tp = spec.switch_value, options["precision"], spec.tp
         if spec.arm == "oracle":
             switch, precision, tp = names.SWITCH_OFF, "fp64", 1
+            spec = replace(spec, draft_length=0, acceptance="none")
         elif spec.arm.startswith("sabotaged:"):
             raise UsageError(
                 f"unknown fault {spec.arm.partition(':')[2]!r}", where="arm", expected="a registered fault"
@@ -191,8 +204,9 @@ class KimiK3Target:
             raise UsageError(f"unknown precision {precision!r}", where=where, expected=", ".join(names.PRECISIONS))
 
         from kimi_k3.reference.checkpoint import CheckpointError
-        from kimi_k3.reference.engine import EmbeddedEngine, OptionError
+        from kimi_k3.reference.engine import EmbeddedEngine
         from kimi_k3.reference.loading import open_checkpoint
+        from kimi_k3.reference.options import OptionError
 
         _set_threads(options)
         try:
@@ -203,13 +217,14 @@ class KimiK3Target:
                 _refuse_unsupported(spec, options, checkpoint, precision, max_context)
             else:
                 _refuse_unimplemented(options)
-            if spec.draft_length:
-                raise EvidenceError(f"draft_length {spec.draft_length}: the embedded engine has no drafter; expected 0")
+            rejection = _rejection(spec, options)
             model = _model(checkpoint, precision, tp, options["device"])
-            engine = EmbeddedEngine(model, checkpoint.codec, engine_options)
+            drafter, about = _drafter(spec, options, model)
+            engine = EmbeddedEngine(model, checkpoint.codec, engine_options, drafter=drafter, rejection=rejection)
         except (OptionError, CheckpointError) as error:
             raise UsageError(str(error), where="engine.options") from None
-        shared = {name: value for name, value in options.items() if name not in ("threads", "max_context")}
+        unsaid = {"threads", "max_context", *(() if spec.draft_length else DRAFT_OPTIONS)}
+        shared = {**{k: v for k, v in options.items() if k not in unsaid}, **about}
         return EmbeddedTargetEngine(engine, checkpoint, (_device_name(options["device"]),), shared)
 
     def numerics_cases(self, tier: str, options: Mapping[str, Any]) -> Iterable[NumericsCase]:
@@ -227,7 +242,7 @@ class KimiK3Target:
 def _engine_options(
     spec: EngineSpec, options: Mapping[str, Any], switch: str, tp: int, max_context: int
 ) -> EngineOptions:
-    from kimi_k3.reference.engine import EngineOptions
+    from kimi_k3.reference.options import EngineOptions
 
     return EngineOptions(
         decode_backend=switch,
@@ -242,6 +257,40 @@ def _engine_options(
         pages=options["pages"],
         schedule=options["schedule"],
     )
+
+
+def _rejection(spec: EngineSpec, options: Mapping[str, Any]) -> Rejection:
+    from kimi_k3.reference.rejection import Rejection
+
+    try:
+        if spec.draft_length and spec.acceptance.startswith("synthetic("):
+            return Rejection.synthetic(float(spec.acceptance[len("synthetic(") : -1]), spec.draft_length)
+    except ValueError as error:
+        raise UsageError(str(error), where="acceptance") from None
+    method = options["rejection"]
+    if method not in ("standard", "block"):
+        raise UsageError(
+            f"unknown rejection method {method!r}", where="engine.options.rejection", expected="standard, block"
+        )
+    return Rejection(method)
+
+
+def _drafter(spec: EngineSpec, options: Mapping[str, Any], model: Model) -> tuple[Drafter | None, dict[str, Any]]:
+    from kimi_k3.reference.loading import open_drafter
+
+    if not spec.draft_length:
+        return None, {}
+    try:
+        return open_drafter(
+            options["drafter"],
+            model,
+            spec.draft_length,
+            seed=options["drafter_seed"],
+            hit_rate=options["drafter_hit_rate"],
+            sampling=options["draft_sampling"],
+        )
+    except ValueError as error:
+        raise UsageError(str(error), where="engine.options.drafter") from None
 
 
 def _refuse_unsupported(

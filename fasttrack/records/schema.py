@@ -96,6 +96,7 @@ class StepRecord(_Base):
     providers: dict[str, str] = {}  #: op name -> provider ("torch", "cute", ...)
     slots: list[int] = []  #: state slots written
     emitted: int = 0  #: tokens emitted by the step, all requests
+    accepted: list[int] = []  #: drafts that stood, per request that had any, in batch order
     rank_hashes: list[str] = []  #: one digest per rank over plan and outputs; all equal or the ranks diverged
 
 
@@ -122,6 +123,29 @@ class GenerationRecord(_Base):
     finish_reason: str
     text: str | None = None
     logprobs: list[float] | None = None  #: of the chosen tokens, natural log
+    top_logprobs: list[dict[int, float]] | None = None  #: alternatives of each token, most likely first
+    sampling: dict[str, Any] = {}  #: parameters that differ from greedy decoding without stops
+    arrival_time: float | None = None  #: seconds on the engine's clock
+    token_times: list[float] | None = None  #: the same clock, one per token
+    cached_tokens: int = 0  #: prompt tokens found in the prefix cache
+    details: dict[str, Any] = {}
+
+
+class SampledRecord(_Base):
+    """Sampled tokens of one request, each as a quantile of the distribution that stock samples from.
+
+    The tokens of that distribution are ordered by falling probability; a token's quantile is drawn uniformly
+    from its interval of the cumulative probability. Where the arm samples what stock samples, quantiles are
+    independent and uniform on [0, 1] whatever the distributions are (probability integral transform).
+    """
+
+    type: Literal["sampled"] = "sampled"
+    run: str
+    request: str
+    setting: str  #: name of the sampling parameters, the same in every arm
+    sampling: dict[str, Any]
+    quantiles: list[float]  #: one per token inside the support, in order
+    outside: int  #: tokens that stock's distribution gives no probability
 
 
 class NumericsRecord(_Base):
@@ -255,6 +279,7 @@ RECORD_TYPES: tuple[type[_Base], ...] = (
     TraceRecord,
     GenerationRecord,
     NumericsRecord,
+    SampledRecord,
     FidelityRecord,
     EvalItemRecord,
     PerformanceRecord,

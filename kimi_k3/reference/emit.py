@@ -1,14 +1,17 @@
-"""What happens around sampling: the rows to sample, forced tokens, draft acceptance, log-probabilities, stops."""
+"""What happens around sampling: the rows to sample, forced tokens, drafts that stand, log-probabilities, stops."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
 
 import torch
 from torch import Tensor
 
+from kimi_k3.reference.noise import signed_seed
+from kimi_k3.reference.rejection import PLACEHOLDER, Rejection, verify_drafts
 from kimi_k3.reference.requests import GenerationRequest, RequestError, RequestState
-from kimi_k3.reference.sampler import SamplerRow, top_log_probabilities
+from kimi_k3.reference.sampler import SamplerRow, draw, sampling_logits, target_logits, top_log_probabilities
 from kimi_k3.reference.scheduler import ScheduledRequest
 from kimi_k3.reference.tokenizer import TextCodec
 
@@ -25,6 +28,8 @@ def check_request(request: GenerationRequest, vocab: int) -> None:
                 raise RequestError(
                     f"request {request.id!r}: {name}[{position}] is token {token}, expected 0 <= token < {vocab}"
                 )
+    if request.max_drafts is not None and request.max_drafts < 0:
+        raise RequestError(f"request {request.id!r}: max_drafts {request.max_drafts}, expected at least 0")
     if request.arrival_step < 0:
         raise RequestError(f"request {request.id!r}: arrival_step {request.arrival_step}, expected at least 0")
     problems = request.sampling.problems()
@@ -32,22 +37,27 @@ def check_request(request: GenerationRequest, vocab: int) -> None:
         raise RequestError(f"request {request.id!r}: {'; '.join(problems)}")
 
 
-def sampler_rows(scheduled: ScheduledRequest, vocab: int, eos: int) -> list[SamplerRow]:
-    """One row per token this request may get: one, plus one per draft, each as if the drafts before it stood."""
+def sampler_rows(scheduled: ScheduledRequest, vocab: int, eos: int) -> tuple[list[SamplerRow], list[int]]:
+    """One row per token this request may get: one, plus one per draft, each as if the drafts before it stood.
+
+    Also the drafts to be judged: from the first one on that may not follow, they are placeholders.
+    """
     state, params = scheduled.state, scheduled.state.request.sampling
     drafts = scheduled.drafts
+    judged = list(drafts)
     rows: list[SamplerRow] = []
     mask = state.mask
     for j in range(1 + len(drafts)):
         allowed = mask([*state.output, *drafts[:j]]) if mask is not None else None
-        if j < len(drafts) and allowed is not None and not allowed[drafts[j]]:
-            mask = None  # a forbidden draft is rejected here: what would follow it is never used
         if state.emitted + j < params.min_tokens:
             allowed = torch.ones(vocab, dtype=torch.bool) if allowed is None else allowed.clone()
             allowed[[eos, *params.stop_token_ids]] = False
+        if j < len(drafts) and allowed is not None and not allowed[drafts[j]]:
+            judged[j:] = [PLACEHOLDER] * (len(drafts) - j)
+            mask = None  # what would follow it is never used
         prompt_mask, counts = _history(state, drafts[:j], vocab) if params.penalised else (None, None)
         rows.append(SamplerRow(params, len(state.tokens) + j, allowed, prompt_mask, counts))
-    return rows
+    return rows, judged
 
 
 def _history(state: RequestState, drafts: Sequence[int], vocab: int) -> tuple[Tensor, Tensor]:
@@ -61,20 +71,51 @@ def _history(state: RequestState, drafts: Sequence[int], vocab: int) -> tuple[Te
     return state.prompt_mask, state.output_counts + torch.bincount(torch.tensor(drafts), minlength=vocab)
 
 
-def verify(state: RequestState, tokens: Sequence[int], drafts: Sequence[int]) -> list[int]:
-    """The tokens that count: forced ones replace sampled ones, and drafts stand while they equal the choice.
+def choose(
+    sampled: Sequence[ScheduledRequest], logits: Tensor, vocab: int, eos: int, rejection: Rejection
+) -> list[list[int]]:
+    """The tokens each request gets: forced ones, then accepted drafts, then one of the target's.
 
-    ``tokens[j]`` was sampled from the target with the noise of its own position. Accepting a draft iff it
-    equals that token is exact rejection sampling for a one-hot proposal, and gives the very tokens that
-    decoding without drafts would give.
+    ``logits`` [rows, vocab] of all their rows. All but a request's last token are drafts that stand.
     """
-    chosen: list[int] = []
-    for j, token in enumerate(tokens):
-        position, forced = state.emitted + j, state.request.forced
-        chosen.append(forced[position] if position < len(forced) else token)
-        if j == len(drafts) or drafts[j] != chosen[j]:
-            break
+    own = [sampler_rows(r, vocab, eos) for r in sampled]
+    rows = [row for mine, _ in own for row in mine]
+    if not rows:
+        return []
+    target = target_logits(sampling_logits(logits), rows)
+    starts = list(accumulate((len(mine) for mine, _ in own), initial=0))
+    single = [start for start, (mine, _) in zip(starts, own, strict=False) if len(mine) == 1]
+    drawn = iter(draw(target[single], [rows[i] for i in single]))
+    chosen = []
+    for r, start, (mine, drafts) in zip(sampled, starts, own, strict=False):
+        if drafts:
+            chosen.append(_verified(r.state, target[start : start + len(mine)], mine, drafts, rejection))
+        else:
+            token = next(drawn)
+            forced = r.state.request.forced[r.state.emitted : r.state.emitted + 1]
+            chosen.append(list(forced) or [token])
     return chosen
+
+
+def _verified(
+    state: RequestState, target: Tensor, rows: Sequence[SamplerRow], drafts: Sequence[int], rejection: Rejection
+) -> list[int]:
+    """Where tokens are forced, a draft stands iff it is the forced one, whatever the rejection method."""
+    forced = state.request.forced[state.emitted : state.emitted + len(rows)]
+    for j, token in enumerate(forced):
+        if j == len(drafts) or drafts[j] != token:
+            return list(forced[: j + 1])
+    done = len(forced)
+    rest = verify_drafts(
+        target[done:],
+        drafts[done:],
+        rejection,
+        greedy=state.request.sampling.greedy,
+        seed=signed_seed(state.request.sampling.seed),
+        position=rows[done].position,
+        proposal=None if state.proposal is None else state.proposal[done:],
+    )
+    return [*forced, *rest]
 
 
 def emit(state: RequestState, tokens: Sequence[int], logprobs: Tensor | None, codec: TextCodec, eos: int) -> int:

@@ -9,19 +9,22 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from torch.profiler import record_function
 
-from kimi_k3.names import REASON_SWITCH_OFF, STEP_RANGE, SWITCH, SWITCH_OFF, SWITCH_ON
-from kimi_k3.reference.batch import RequestRows, StepBatch, build_batch
+from kimi_k3.names import REASON_SWITCH_OFF, STEP_RANGE, SWITCH_ON
+from kimi_k3.reference.batch import StepBatch, build_batch
 from kimi_k3.reference.cache import Caches, PageAllocator, SlotAllocator
 from kimi_k3.reference.config import KimiK3Config
-from kimi_k3.reference.emit import check_request, emit, sampler_rows, verify
+from kimi_k3.reference.drafter import Drafter
+from kimi_k3.reference.emit import check_request, choose, emit
+from kimi_k3.reference.options import EngineOptions, OptionError
 from kimi_k3.reference.precision import Precision
+from kimi_k3.reference.rejection import Rejection
 from kimi_k3.reference.requests import (
     Completion,
     GenerationRequest,
@@ -30,13 +33,10 @@ from kimi_k3.reference.requests import (
     StepEntry,
     TokenMask,
 )
-from kimi_k3.reference.sampler import log_probabilities, sample
+from kimi_k3.reference.sampler import log_probabilities
 from kimi_k3.reference.scheduler import ScheduledRequest, ScheduledStep, Scheduler
+from kimi_k3.reference.steps import request_rows, sampled_rows, step_entry
 from kimi_k3.reference.tokenizer import TextCodec
-
-
-class OptionError(ValueError):
-    """An engine option that cannot be used: which, its value, and what would be right."""
 
 
 class LanguageModel(Protocol):
@@ -46,8 +46,8 @@ class LanguageModel(Protocol):
     precision: Precision
     device: torch.device
 
-    def forward(self, batch: StepBatch, caches: Caches) -> Tensor:
-        """Final-normed hidden states [T, H]; reads and writes ``caches``."""
+    def forward(self, batch: StepBatch, caches: Caches, aux_layers: Sequence[int]) -> tuple[Tensor, Tensor]:
+        """Final-normed hidden states [T, H] and taps [T, len(aux_layers), H]; reads and writes ``caches``."""
         ...
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
@@ -62,61 +62,15 @@ class StepExecutor(Protocol):
 
     def plan(self, batch: StepBatch) -> Any: ...
 
-    def run(self, plan: Any, batch: StepBatch) -> Tensor: ...
-
-
-class Drafter(Protocol):
-    """Proposes draft tokens, at most the engine's draft length, for requests that will decode next."""
-
-    def propose(self, states: Sequence[RequestState]) -> list[list[int]]: ...
-
-
-@dataclass(frozen=True)
-class EngineOptions:
-    """Everything about an engine that is not the model. ``pages`` None: room for all requests at 1024 tokens."""
-
-    decode_backend: str = SWITCH_OFF
-    tp: int = 1
-    dcp: int = 1
-    draft_length: int = 0
-    provider: str = "auto"
-    max_requests: int = 64
-    max_context: int = 4096
-    max_tokens_per_step: int = 1024
-    page_size: int = 16
-    pages: int | None = None
-    schedule: str = "mixed"
-
-    def __post_init__(self) -> None:
-        if self.decode_backend not in (SWITCH_OFF, SWITCH_ON):
-            raise OptionError(f"{SWITCH} {self.decode_backend!r}, expected {SWITCH_OFF!r} or {SWITCH_ON!r}")
-        if self.schedule not in ("mixed", "pure"):
-            raise OptionError(f"schedule {self.schedule!r}, expected 'mixed' or 'pure'")
-        if self.draft_length < 0:
-            raise OptionError(f"draft_length {self.draft_length}, expected at least 0")
-        for name in ("max_requests", "max_context", "page_size", "tp", "dcp"):
-            if getattr(self, name) < 1:
-                raise OptionError(f"{name} {getattr(self, name)}, expected at least 1")
-        if self.pages is not None and self.pages < 1:
-            raise OptionError(f"pages {self.pages}, expected at least 1")
-        if self.max_tokens_per_step < (rows := self.max_requests * (1 + self.draft_length)):
-            raise OptionError(
-                f"max_tokens_per_step {self.max_tokens_per_step}, expected at least {rows}: "
-                f"one decode step of {self.max_requests} requests with {1 + self.draft_length} rows each"
-            )
-
-    @property
-    def resolved_pages(self) -> int:
-        if self.pages is not None:
-            return self.pages
-        return -(-max(self.max_context, self.max_requests * min(self.max_context, 1024)) // self.page_size)
+    def run(self, plan: Any, batch: StepBatch, aux_layers: Sequence[int]) -> tuple[Tensor, Tensor]: ...
 
 
 class EmbeddedEngine:
     """Executes one arm in this process.
 
-    ``executor`` overrides the one built for ``latency_specialized``. ``grammar`` turns a request's
-    ``structured`` mapping into a token mask; without it such requests are refused.
+    ``executor`` overrides the one built for ``latency_specialized``. ``rejection`` decides which drafts stand, by
+    default standard rejection sampling. ``grammar`` turns a request's ``structured`` mapping into a token mask;
+    without it such requests are refused.
     """
 
     def __init__(
@@ -127,6 +81,7 @@ class EmbeddedEngine:
         *,
         executor: StepExecutor | None = None,
         drafter: Drafter | None = None,
+        rejection: Rejection | None = None,
         grammar: Callable[[Mapping[str, Any]], TokenMask] | None = None,
     ) -> None:
         if options.max_context > model.config.max_position_embeddings:
@@ -135,7 +90,7 @@ class EmbeddedEngine:
                 "the checkpoint's max_position_embeddings"
             )
         self.model, self.codec, self.options = model, codec, options
-        self.drafter, self.grammar = drafter, grammar
+        self.drafter, self.rejection, self.grammar = drafter, rejection or Rejection(), grammar
         self._ledger: list[StepEntry] = []
         self._submitted = 0
         self._new_scheduler()
@@ -148,6 +103,8 @@ class EmbeddedEngine:
             draft_length=options.draft_length,
             device=model.device,
         )
+        if drafter is not None:
+            drafter.attach(self.caches, options.max_requests)
         self.executor = executor
         if executor is None and options.decode_backend == SWITCH_ON:
             self.executor = _executor(model, self.caches, options)
@@ -161,6 +118,7 @@ class EmbeddedEngine:
             max_tokens_per_step=options.max_tokens_per_step,
             max_context=options.max_context,
             pure=options.schedule == "pure",
+            lookahead=self.drafter.lookahead if self.drafter else 0,
         )
 
     # -- the engine protocol ---------------------------------------------------------------------------------
@@ -171,7 +129,10 @@ class EmbeddedEngine:
             **asdict(self.options),
             "pages": self.options.resolved_pages,
             "precision": self.model.precision.name,
-            "drafter": type(self.drafter).__name__ if self.drafter else None,
+            "drafter_class": type(self.drafter).__name__ if self.drafter else None,
+            **(self.drafter.config() if self.drafter else {}),
+            "rejection": self.rejection.method,
+            "acceptance_rates": list(self.rejection.rates),
             "torch": torch.__version__,
             "torch_threads": torch.get_num_threads(),
         }
@@ -222,11 +183,13 @@ class EmbeddedEngine:
         for tensors in (self.caches.kv, self.caches.conv, self.caches.recurrent):
             for tensor in tensors.values():
                 tensor.zero_()
+        if self.drafter is not None:
+            self.drafter.reset()
 
     def close(self) -> None:
         """Forget everything and free the memory of caches, model and executor."""
         self.abort([*self.scheduler.running, *self.scheduler.waiting])
-        self.executor = None
+        self.executor = self.drafter = None
         self.caches = Caches(self.options.page_size, {}, {}, {})
         del self.model
 
@@ -270,13 +233,20 @@ class EmbeddedEngine:
         step = self.scheduler.schedule()
         if not step.requests:
             raise RuntimeError(f"step {index} of run {run!r}: work is queued but nothing could be scheduled")
-        batch = build_batch([_rows(r) for r in step.requests], self.options.page_size, self.model.device)
+        batch = build_batch([request_rows(r) for r in step.requests], self.options.page_size, self.model.device)
         sampled = [r for r in step.requests if r.samples]
-        logits, reason = self._forward(step, batch, sampled, f"{STEP_RANGE}/{run}/{index}")
-        entry = self._entry(step, batch, reason, run, index)
-        emitted = self._advance(step, sampled, logits)
+        logits, taps, reason = self._forward(step, batch, f"{STEP_RANGE}/{run}/{index}")
+        did = self.executor.last_step if self.executor is not None and reason is None else None
+        entry = step_entry(step, batch, self.options, did, reason, run, index)
+        config = self.model.config
+        chosen = choose(sampled, logits, config.vocab_size, config.eos_token_id, self.rejection)
+        entry.accepted = [len(tokens) - 1 for r, tokens in zip(sampled, chosen, strict=True) if r.drafts]
         if self.drafter is not None:
-            self._draft()
+            kept = {id(r): len(tokens) for r, tokens in zip(sampled, chosen, strict=True)}
+            self.drafter.observe(batch, taps, [r.rows if r.prefill else kept[id(r)] for r in step.requests])
+        emitted = self._advance(step, sampled, chosen, logits)
+        if self.drafter is not None:
+            self._draft(self.drafter)
         now = time.perf_counter()
         for state, count in emitted:
             state.token_times += [now] * count
@@ -284,82 +254,50 @@ class EmbeddedEngine:
         self._ledger.append(entry)
         return [state for state, _ in emitted]
 
-    def _forward(
-        self, step: ScheduledStep, batch: StepBatch, sampled: Sequence[ScheduledRequest], span: str
-    ) -> tuple[Tensor, str | None]:
-        """Logits of the rows that are sampled, and why the reference computed them (None: it did not)."""
-        index = _sampled_rows(step)
+    def _forward(self, step: ScheduledStep, batch: StepBatch, span: str) -> tuple[Tensor, Tensor, str | None]:
+        """Logits of the rows that are sampled, the drafter's taps, and why the stock path ran (None: it did not)."""
+        index, aux = sampled_rows(step), self.drafter.aux_layers if self.drafter is not None else ()
         with record_function(span):
             reason: str | None = REASON_SWITCH_OFF
             if self.executor is not None:
                 plan = self.executor.plan(batch)
                 reason = getattr(plan, "reason", None)
             if self.executor is None or reason is not None:
-                hidden = self.model.forward(batch, self.caches)
+                hidden, taps = self.model.forward(batch, self.caches, aux)
             else:
-                hidden = self.executor.run(plan, batch)
+                hidden, taps = self.executor.run(plan, batch, aux)
             if len(index) != hidden.shape[0]:
                 hidden = hidden[index]
-            return self.model.compute_logits(hidden).cpu(), reason
+            return self.model.compute_logits(hidden).cpu(), taps, reason
 
     def _advance(
-        self, step: ScheduledStep, sampled: Sequence[ScheduledRequest], logits: Tensor
+        self, step: ScheduledStep, sampled: Sequence[ScheduledRequest], chosen: Sequence[Sequence[int]], logits: Tensor
     ) -> list[tuple[RequestState, int]]:
-        """Sample, accept drafts, append tokens, finish requests. Returns how many tokens each request got."""
-        vocab, eos = self.model.config.vocab_size, self.model.config.eos_token_id
-        rows = [row for r in sampled for row in sampler_rows(r, vocab, eos)]
-        tokens = sample(logits, rows) if rows else []
+        """Append tokens, move on, finish requests. Returns how many tokens each request got."""
+        eos = self.model.config.eos_token_id
         logprobs = log_probabilities(logits) if any(r.state.wants_logprobs for r in sampled) else None
         for r in step.requests:
             if r.prefill:
                 r.state.computed += r.rows
         emitted, first = [], 0
-        for r in sampled:
-            count = 1 + len(r.drafts)
-            chosen = verify(r.state, tokens[first : first + count], r.drafts)
+        for r, tokens in zip(sampled, chosen, strict=True):
             if not r.prefill:
-                r.state.computed += len(chosen)
-                r.state.accepted = len(chosen)
-            kept = emit(r.state, chosen, None if logprobs is None else logprobs[first:], self.codec, eos)
+                r.state.computed += len(tokens)
+                r.state.accepted = len(tokens)
+            kept = emit(r.state, tokens, None if logprobs is None else logprobs[first:], self.codec, eos)
             if r.state.finish_reason is not None:
                 self.scheduler.finish(r.state)
             emitted.append((r.state, kept))
-            first += count
+            first += 1 + len(r.drafts)
         return emitted
 
-    def _draft(self) -> None:
-        assert self.drafter is not None
+    def _draft(self, drafter: Drafter) -> None:
         ready = [state for state in self.scheduler.running if not state.prefilling]
-        for state, drafts in zip(ready, self.drafter.propose(ready) if ready else [], strict=True):
-            if len(drafts) > self.options.draft_length:
-                raise ValueError(f"{len(drafts)} drafts for {state.request.id!r}, expected <= the draft length")
-            state.drafts = list(drafts)
-
-    def _entry(self, step: ScheduledStep, batch: StepBatch, reason: str | None, run: str, index: int) -> StepEntry:
-        entry = StepEntry(
-            run=run,
-            index=index,
-            kind=step.kind,
-            requests=batch.num_requests,
-            rows=batch.num_rows,
-            padded_rows=batch.num_rows,
-            draft_length=max((len(r.drafts) for r in step.requests), default=0),
-            tp=self.options.tp,
-            dcp=self.options.dcp,
-            context_max=max(c + q for c, q in zip(batch.context_lens, batch.query_lens, strict=True)),
-            path="stock",
-            reason=reason,
-            ops={},
-            providers={},
-            slots=[s for r in step.requests for s in r.state.slots[: 1 if r.prefill else r.rows]],
-            rank_hashes=[],
-        )
-        if reason is None and self.executor is not None:
-            did = self.executor.last_step
-            entry.path, entry.ops, entry.providers = "specialized", dict(did.ops), dict(did.providers)
-            entry.slots, entry.rank_hashes = list(did.slots), list(did.rank_hashes)
-            entry.padded_rows = did.padded_rows
-        return entry
+        for state, draft in zip(ready, drafter.propose(ready) if ready else [], strict=True):
+            if len(draft.tokens) > self.options.draft_length:
+                raise ValueError(f"{len(draft.tokens)} drafts for {state.request.id!r}, expected <= the draft length")
+            state.drafts = draft.tokens[: state.request.max_drafts]
+            state.proposal = draft.proposal
 
 
 def _executor(model: Any, caches: Caches, options: EngineOptions) -> StepExecutor:
@@ -374,31 +312,3 @@ def _executor(model: Any, caches: Caches, options: EngineOptions) -> StepExecuto
         provider=options.provider,
         max_context=options.max_context,
     )
-
-
-def _rows(scheduled: ScheduledRequest) -> RequestRows:
-    state = scheduled.state
-    if scheduled.prefill:
-        tokens = state.tokens[state.computed : state.computed + scheduled.rows]
-    else:
-        tokens = [state.tokens[-1], *scheduled.drafts]
-    return RequestRows(
-        token_ids=tokens,
-        context_len=state.computed,
-        prefill=scheduled.prefill,
-        pages=state.pages,
-        slots=state.slots,
-        accepted=state.accepted,
-        drafts=len(scheduled.drafts),
-    )
-
-
-def _sampled_rows(step: ScheduledStep) -> list[int]:
-    """Row indices whose logits are needed: the last of a finished prefill, all of a decode or verify."""
-    index: list[int] = []
-    start = 0
-    for r in step.requests:
-        if r.samples:
-            index.extend([start + r.rows - 1] if r.prefill else range(start, start + r.rows))
-        start += r.rows
-    return index

@@ -11,11 +11,17 @@ import torch
 from torch import Tensor
 
 #: What the numbers are for; disjoint counters, so no two uses share noise.
-STREAM_SAMPLE, STREAM_ACCEPT, STREAM_DRAFT = 0, 1, 2
+STREAM_SAMPLE, STREAM_ACCEPT, STREAM_DRAFT, STREAM_REHEARSAL = 0, 1, 2, 3
 
 _MASK = 0xFFFFFFFF
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _WEYL = (0x9E3779B9, 0xBB67AE85)
+
+
+def signed_seed(seed: int) -> int:
+    """The low 64 bits of any integer, as int64."""
+    seed &= 0xFFFFFFFFFFFFFFFF
+    return seed - (1 << 64) if seed >> 63 else seed
 
 
 def philox(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:

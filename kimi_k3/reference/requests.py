@@ -67,6 +67,7 @@ class GenerationRequest:
     sampling: SamplingParams = field(default_factory=SamplingParams)
     arrival_step: int = 0  #: admitted at this step of the run
     forced: tuple[int, ...] = ()  #: emitted instead of sampled tokens; they never stop the request
+    max_drafts: int | None = None  #: draft tokens verified per step, at most; None = the engine's draft length
 
 
 @dataclass
@@ -106,6 +107,7 @@ class StepEntry:
     rank_hashes: list[str]
     wall: float = 0.0  #: seconds, scheduling and sampling included
     emitted: int = 0
+    accepted: list[int] = field(default_factory=list)  #: drafts that stood, per request that had any, in batch order
 
 
 @dataclass(eq=False)
@@ -124,6 +126,7 @@ class RequestState:
     slots: list[int] = field(default_factory=list)
     accepted: int = 1  #: tokens accepted by the last step; the state lies in ``slots[accepted - 1]``
     drafts: list[int] = field(default_factory=list)
+    proposal: torch.Tensor | None = None  #: [drafts, vocab] what the drafts were drawn from; None: no chance involved
     preemptions: int = 0
     finish_reason: str | None = None
     output_bytes: bytearray = field(default_factory=bytearray)

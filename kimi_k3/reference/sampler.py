@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kimi_k3.reference.noise import gumbel
+from kimi_k3.reference.noise import gumbel, signed_seed
 from kimi_k3.reference.requests import SamplingParams
 
 
@@ -102,23 +102,21 @@ def target_logits(logits: Tensor, rows: Sequence[SamplerRow]) -> Tensor:
     return logits
 
 
-def sample(logits: Tensor, rows: Sequence[SamplerRow]) -> list[int]:
-    """One token per row of model logits [rows, vocab]; greedy ties and Gumbel ties go to the lower id."""
-    target = target_logits(sampling_logits(logits), rows)
+def draw(target: Tensor, rows: Sequence[SamplerRow]) -> list[int]:
+    """One token per row of :func:`target_logits` [rows, vocab]; greedy ties and Gumbel ties go to the lower id."""
     tokens = target.argmax(-1)
     random = [i for i, row in enumerate(rows) if not row.params.greedy]
     if random:
-        # Python integers of any size are seeds; the generator takes their low 64 bits.
-        seeds = torch.tensor([_signed(rows[i].params.seed) for i in random], dtype=torch.int64)
+        seeds = torch.tensor([signed_seed(rows[i].params.seed) for i in random], dtype=torch.int64)
         positions = torch.tensor([rows[i].position for i in random], dtype=torch.int64)
         noise = gumbel(seeds.to(target.device), positions.to(target.device), target.shape[-1])
         tokens[random] = (target[random].to(torch.float64) + noise).argmax(-1)
     return [int(t) for t in tokens.tolist()]
 
 
-def _signed(seed: int) -> int:
-    seed &= 0xFFFFFFFFFFFFFFFF
-    return seed - (1 << 64) if seed >> 63 else seed
+def sample(logits: Tensor, rows: Sequence[SamplerRow]) -> list[int]:
+    """One token per row of model logits [rows, vocab]."""
+    return draw(target_logits(sampling_logits(logits), rows), rows)
 
 
 def log_probabilities(logits: Tensor) -> Tensor:

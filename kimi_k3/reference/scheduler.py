@@ -55,6 +55,7 @@ class Scheduler:
         max_tokens_per_step: int,
         max_context: int,
         pure: bool = False,
+        lookahead: int = 0,
     ) -> None:
         if max_tokens_per_step < max_requests * slots.width:
             raise ValueError(
@@ -64,6 +65,7 @@ class Scheduler:
         self.pages, self.slots = pages, slots
         self.max_requests, self.max_tokens = max_requests, max_tokens_per_step
         self.max_context, self.pure = max_context, pure
+        self.lookahead = lookahead  #: rows behind a request's last token that a drafter writes
         self.clock = 0  #: steps since the start; jumps over idle time
         self.waiting: list[RequestState] = []
         self.running: list[RequestState] = []
@@ -83,7 +85,7 @@ class Scheduler:
                 f"exceed the context; expected at most {self.max_context} together"
             )
         # Verify rows of rejected drafts need room too, but never beyond the context.
-        if self.pages.pages_for(min(total + self.slots.width - 1, self.max_context)) > self.pages.pages:
+        if self._pages_for(total + self.slots.width - 1) > self.pages.pages:
             raise RequestError(
                 f"request {request.id!r}: needs room for {total} tokens, expected at most "
                 f"{self.pages.pages * self.pages.page_size} ({self.pages.pages} pages of {self.pages.page_size})"
@@ -156,7 +158,7 @@ class Scheduler:
             if budget <= 0 or len(self.running) == self.max_requests or self.slots.free == 0:
                 return
             # One page above the prefill, so that the first decode step does not preempt at once.
-            needed = self.pages.pages_for(len(state.tokens))
+            needed = self._pages_for(len(state.tokens))
             if self.pages.free < needed + (1 if self.running else 0):
                 return  # in order: nobody overtakes
             pages, slots = self.pages.allocate(needed), self.slots.allocate()
@@ -169,9 +171,13 @@ class Scheduler:
             self.running.sort(key=lambda s: s.priority)
             budget -= state.prefill_until
 
+    def _pages_for(self, tokens: int) -> int:
+        """Pages for a request of ``tokens`` tokens and the drafter's rows behind them."""
+        return self.pages.pages_for(min(tokens + self.lookahead, self.max_context))
+
     def _grow(self, state: RequestState, tokens: int, step: ScheduledStep) -> bool:
         """Give ``state`` room for ``tokens`` tokens, preempting younger requests; False if it had to go itself."""
-        while (missing := self.pages.pages_for(tokens) - len(state.pages)) > 0:
+        while (missing := self._pages_for(tokens) - len(state.pages)) > 0:
             pages = self.pages.allocate(missing)
             if pages is not None:
                 state.pages += pages
@@ -185,7 +191,8 @@ class Scheduler:
     def _preempt(self, state: RequestState, step: ScheduledStep) -> None:
         self.running.remove(state)
         self._release(state)
-        state.computed, state.prefill_until, state.accepted, state.drafts = 0, 0, 1, []
+        state.computed, state.prefill_until, state.accepted = 0, 0, 1
+        state.drafts, state.proposal = [], None
         state.preemptions += 1
         self.waiting.append(state)
         self.waiting.sort(key=lambda s: s.priority)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from fasttrack.errors import EvidenceError, UsageError
+from fasttrack.errors import UsageError
 from fasttrack.target import (
     STEP_RANGE,
     DeploymentRefused,
@@ -176,11 +176,6 @@ def test_bad_input_is_one_clear_line(arguments: dict[str, object], message: str)
 def test_a_bad_request_is_a_usage_error() -> None:
     with pytest.raises(UsageError, match="request 'a': empty prompt"):
         TARGET.engine(spec()).generate([Request("a", (), 1)], run="x")
-
-
-def test_drafts_without_a_drafter_are_missing_evidence() -> None:
-    with pytest.raises(EvidenceError, match="draft_length 7"):
-        TARGET.engine(spec(draft_length=7))
 
 
 def test_a_saved_checkpoint_is_the_same_model(tmp_path: Path) -> None:

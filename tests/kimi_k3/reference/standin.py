@@ -17,7 +17,9 @@ import torch
 from kimi_k3.reference.batch import StepBatch
 from kimi_k3.reference.cache import NULL_SLOT, Caches
 from kimi_k3.reference.config import TINY_A
-from kimi_k3.reference.engine import EmbeddedEngine, EngineOptions
+from kimi_k3.reference.drafter import Draft, Drafter
+from kimi_k3.reference.engine import EmbeddedEngine
+from kimi_k3.reference.options import EngineOptions
 from kimi_k3.reference.precision import PRECISIONS
 from kimi_k3.reference.requests import Completion, GenerationRequest, RequestState, SamplingParams
 from kimi_k3.reference.tokenizer import TextCodec
@@ -45,7 +47,9 @@ class StandIn:
     def extend(history: float, token: float) -> float:
         return (history * 31 + token + 1) % 1000003
 
-    def forward(self, batch: StepBatch, caches: Caches) -> torch.Tensor:
+    def forward(
+        self, batch: StepBatch, caches: Caches, aux_layers: Sequence[int] = ()
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         self.batches.append(batch)
         kv, states = caches.kv[KV_LAYER].flatten(0, 1)[:, 0], caches.recurrent[KDA_LAYER][:, 0, 0, 0]
         out, first = [], 0
@@ -69,13 +73,22 @@ class StandIn:
                 reread = self.extend(reread, float(kv[page * caches.page_size + position % caches.page_size]))
             assert reread == history, "pages and state slots tell different stories"
             first += rows
-        return torch.tensor(out, dtype=torch.float64)[:, None]
+        hidden = torch.tensor(out, dtype=torch.float64)[:, None]
+        return hidden, hidden.unsqueeze(1).expand(-1, len(aux_layers), -1)
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         return torch.stack([logits_of(float(h)) for h in hidden]) if len(hidden) else torch.empty(0, VOCAB)
 
 
-def build(model: Any = None, *, drafter: Any = None, executor: Any = None, grammar: Any = None, **options: Any):
+def build(
+    model: Any = None,
+    *,
+    drafter: Any = None,
+    executor: Any = None,
+    grammar: Any = None,
+    rejection: Any = None,
+    **options: Any,
+):
     values: dict[str, Any] = {"max_requests": 4, "max_context": 128, "max_tokens_per_step": 64, "page_size": 4}
     engine = EmbeddedEngine(
         model or StandIn(),
@@ -84,6 +97,7 @@ def build(model: Any = None, *, drafter: Any = None, executor: Any = None, gramm
         drafter=drafter,
         executor=executor,
         grammar=grammar,
+        rejection=rejection,
     )
     for tensor in (engine.caches.kv[KV_LAYER], engine.caches.recurrent[KDA_LAYER]):
         tensor.fill_(float("nan"))  # nothing may be read before it was written
@@ -97,7 +111,7 @@ def request(name: str, prompt: Sequence[int] = (1, 2, 3), tokens: int = 8, *, ar
     )
 
 
-def crowd(count: int, seed: int = 0) -> list[GenerationRequest]:
+def crowd(count: int, seed: int = 0, temperatures: Sequence[float] = (0.0, 1.0)) -> list[GenerationRequest]:
     """Requests of mixed lengths, arrivals and sampling."""
     rng = random.Random(seed)
     return [
@@ -106,7 +120,7 @@ def crowd(count: int, seed: int = 0) -> list[GenerationRequest]:
             [rng.randrange(500) for _ in range(rng.randrange(1, 24))],
             rng.randrange(1, 40),
             arrival=rng.randrange(10),
-            temperature=rng.choice([0.0, 1.0]),
+            temperature=rng.choice(list(temperatures)),
             seed=rng.randrange(1000),
             top_k=rng.choice([0, 20]),
             frequency_penalty=rng.choice([0.0, 0.5]),
@@ -135,26 +149,28 @@ def no_leaks(engine: EmbeddedEngine) -> bool:
     return scheduler.pages.free == scheduler.pages.pages and scheduler.slots.free == scheduler.max_requests
 
 
-class Guesser:
+class Guesser(Drafter):
     """Drafts that are sometimes right: the true greedy continuation, broken at a random place."""
 
     def __init__(self, length: int, ragged: bool) -> None:
         self.rng, self.length, self.ragged = random.Random(0), length, ragged
 
-    def propose(self, states: Sequence[RequestState]) -> list[list[int]]:
+    def propose(self, states: Sequence[RequestState]) -> list[Draft]:
         drafts = []
         for s in states:
             count = self.rng.randrange(self.length + 1) if self.ragged else self.length
             guess = expected_greedy(s.tokens, count)
             if guess and self.rng.random() < 0.7:
                 guess[self.rng.randrange(count)] = self.rng.randrange(VOCAB)
-            drafts.append(guess)
+            drafts.append(Draft(guess))
         return drafts
 
 
-#: What :func:`crowd` of 8 gives one request at a time, with room for all.
-REFERENCE = tokens(
-    itertools.chain.from_iterable(
-        build().generate([GenerationRequest(**{**vars(r), "arrival_step": 0})], run="x") for r in crowd(8)
-    )
-)
+def one_by_one(requests: Sequence[GenerationRequest]) -> dict[str, list[int]]:
+    """Tokens of each request alone in an engine with room for all."""
+    alone = [GenerationRequest(**{**vars(r), "arrival_step": 0}) for r in requests]
+    return tokens(list(itertools.chain.from_iterable(build().generate([r], run="x") for r in alone)))
+
+
+REFERENCE = one_by_one(crowd(8))
+GREEDY = one_by_one(crowd(8, temperatures=[0.0]))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -9,6 +10,8 @@ import pytest
 import torch
 from standin import BASIS, CODEC, EOS, VOCAB, Guesser, StandIn, build, expected_greedy, logits_of, request
 
+from kimi_k3.reference.drafter import Draft, Drafter
+from kimi_k3.reference.rejection import Rejection
 from kimi_k3.reference.requests import Completion, RequestState
 
 # -- sampling parameters as the engine applies them ------------------------------------------------------------
@@ -113,14 +116,14 @@ class Stubborn(StandIn):
         return (BASIS / 100).expand(len(hidden), -1).clone()
 
 
-class Echo:
+class Echo(Drafter):
     """Drafts one fixed sequence after any history, e.g. what penalties forbid or require."""
 
     def __init__(self, continuation: Sequence[int]) -> None:
         self.continuation = list(continuation)
 
-    def propose(self, states: Sequence[RequestState]) -> list[list[int]]:
-        return [self.continuation[s.emitted : s.emitted + 3] for s in states]
+    def propose(self, states: Sequence[RequestState]) -> list[Draft]:
+        return [Draft(self.continuation[s.emitted : s.emitted + 3]) for s in states]
 
 
 @pytest.mark.parametrize("drafts", [None, [VOCAB - 1] * 60, list(range(VOCAB - 1, VOCAB - 61, -1))])
@@ -203,3 +206,42 @@ def test_log_probabilities_are_those_before_penalties_and_temperature() -> None:
         [request("a", tokens=1, logprobs=0, temperature=0.1, repetition_penalty=1.5, forced=plain.token_ids)], run="x"
     )
     assert plain.logprobs == bent.logprobs
+
+
+# -- drafts and chance -----------------------------------------------------------------------------------------
+
+
+class Half(Drafter):
+    """Drafts the greedy continuation after a few rounds of it: right often, and often improbable."""
+
+    def propose(self, states: Sequence[RequestState]) -> list[Draft]:
+        return [Draft(expected_greedy(s.tokens, 2)) for s in states]
+
+
+@pytest.mark.parametrize("method", ["standard", "block"])
+def test_rejection_leaves_the_distribution_alone(method: str) -> None:
+    """Two-sample test over the 64 pairs of second and third token: 1500 requests with drafts, 1500 without.
+
+    A defect that moves 8 % of the probability between cells shifts the statistic by more than ten standard deviations
+    of its null distribution."""
+    from scipy import stats
+
+    count, samples = 1500, []
+    for drafter, base in ((None, 0), (Half(), count)):
+        engine = build(
+            drafter=drafter,
+            rejection=Rejection(method),
+            draft_length=2,
+            max_requests=64,
+            max_tokens_per_step=512,
+            max_context=32,
+        )
+        wanted = [request(f"r{i}", tokens=3, temperature=1.5, top_k=8, seed=base + i, forced=[7]) for i in range(count)]
+        samples.append(Counter(tuple(c.token_ids[1:]) for c in engine.generate(wanted, run="x")))
+        if drafter is not None:
+            accepted = [n for s in engine.drain_ledger() for n in s.accepted]
+            assert {0, 1, 2} == set(accepted)
+    cells = sorted(set().union(*samples))
+    assert len(cells) == 64
+    result = stats.chi2_contingency([[s[c] for c in cells] for s in samples])
+    assert result.pvalue > 1e-3
