@@ -64,7 +64,9 @@ class TargetDescription:
         """
         try:
             values: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in data.items()}
-            limits: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in values.pop("limits").items()}
+            limits: dict[str, Any] = {
+                k: tuple(v) if isinstance(v, list) else v for k, v in values.pop("limits").items()
+            }
             return TargetDescription(limits=Limits(**limits), **values)
         except (KeyError, TypeError, AttributeError) as error:
             raise UsageError(f"malformed target description ({error})", where="run.json: target") from None
@@ -178,6 +180,38 @@ class Engine(Protocol):
         ...
 
     def close(self) -> None: ...
+
+
+@runtime_checkable
+class ChatEngine(Protocol):
+    """What an engine with a chat template offers besides :class:`Engine`."""
+
+    def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
+        """Token ids of a conversation (role and content per turn), ready for the assistant's next turn."""
+        ...
+
+
+@dataclass(frozen=True)
+class RoutingStep:
+    """The experts that one layer chose in one step, per row in batch order, each row's ids ascending."""
+
+    run: str
+    index: int
+    layer: int
+    experts: Sequence[Sequence[int]]
+
+
+@runtime_checkable
+class RoutingEngine(Protocol):
+    """What an engine of a mixture of experts may offer besides :class:`Engine`."""
+
+    def record_routing(self, on: bool) -> None:
+        """Start or stop keeping the chosen experts of every step; off by default, and nothing else may change."""
+        ...
+
+    def drain_routing(self) -> list[RoutingStep]:
+        """What was chosen since the last call, oldest first; empties the record."""
+        ...
 
 
 @dataclass

@@ -20,10 +20,16 @@ class _Strict(BaseModel):
 
 
 class EngineConfig(_Strict):
-    """What executes the arms. ``options`` go to the target's engine unchanged."""
+    """What executes the arms. ``options`` go to the target's engine unchanged.
+
+    ``exact_options`` on top make an engine whose arithmetic hardly rounds, where there is such a thing: what is
+    left of a difference to the oracle is then a wrong formula. Fidelity and routing are measured there as well.
+    """
 
     kind: Literal["embedded", "vllm", "server"]
     options: dict[str, Any] = {}
+    exact_options: dict[str, Any] = {}
+    exact_options: dict[str, Any] = {}  #: added where arms are compared token for token: highest precision, ...
 
 
 class Hardware(_Strict):
@@ -169,24 +175,59 @@ class Margins(_Strict):
     """How much worse the optimised arm may be before a gate fails."""
 
     fidelity: float = Field(default=0.1, ge=0)  #: err(optimized) <= (1 + m) err(stock), relative
+    fidelity_exact: float = Field(default=1.0, ge=0)  #: the same where the engine hardly rounds (engine.exact_options)
+    routing: float = Field(default=0.25, ge=0)  #: expert sets unlike the oracle's, relative to stock's
+    divergence: float = Field(default=0.5, ge=0)  #: rate at which free-running text leaves the reference's, relative
+    rate_points: float = Field(default=5.0, ge=0)  #: rise of truncated, repetitive or unparsed answers, points of 100
+    acceptance_points: float = Field(default=2.0, ge=0)  #: drop of the acceptance rate at any draft position
     task_points: dict[str, float] = {}  #: task -> largest acceptable drop in points of 100
     speedup: float = Field(default=1.0, ge=0)  #: smallest acceptable ratio of decode throughput
 
 
 class TaskConfig(_Strict):
-    """One evaluation task. ``data`` is a local file; ``generated`` makes a twin of the format at any size."""
+    """One evaluation task. Its questions come from ``data`` (a local file: JSONL, CSV or Parquet), are ``generated``
+    (a twin of the format, at any size), or are the published set at a pinned commit of the hub.
+
+    What is ``assumed`` of the engine is used by ``fasttrack plan`` alone; no gate looks at it.
+    """
 
     name: Slug
     task: Literal["aime25", "gpqa_diamond", "mrcr"]
     data: str | None = None
     generated: bool = False
-    needles: list[int] = []
+    revision: str | None = Field(default=None, pattern=r"^[0-9a-f]{40}$")  #: another commit than the pinned one
+    needles: list[int] = []  #: MRCR: only items with so many equal requests; empty = all
+    style: Literal["generate", "choice"] = "generate"  #: choice: GPQA by log-likelihood of the four letters
+    estimand: Literal["population", "benchmark"] = "population"  #: questions are a sample, or are the benchmark
+    items: int | None = Field(default=None, ge=1)  #: default: the tier's task_items
+    repeats: int | None = Field(default=None, ge=1)  #: default: the tier's task_repeats
+    max_tokens: int | None = Field(default=None, ge=1)  #: default: the tier's task_tokens
+    temperature: float | None = Field(default=None, ge=0)  #: default: 0 for a single run, else 1
+    chat_template_sha256: str | None = None  #: refuse an engine whose chat template renders otherwise
+    assumed_mean: float = Field(default=0.85, gt=0, lt=1)  #: stock's score
+    assumed_spread: float = Field(default=2.0, gt=0)  #: c of Beta(c mean, c (1 - mean)); small: easy or hopeless
+    assumed_tokens: int | None = Field(default=None, ge=1)  #: per answer; default: the cap
 
     @model_validator(mode="after")
     def _one_source(self) -> TaskConfig:
         if self.generated and self.data:
             raise ValueError("data and generated exclude each other")
+        if self.revision and (self.generated or self.data):
+            raise ValueError("revision is for data of the hub: not with data or generated")
+        if self.style == "choice" and self.task != "gpqa_diamond":
+            raise ValueError("style choice is for gpqa_diamond")
+        if self.estimand == "benchmark" and self.temperature == 0:
+            raise ValueError("estimand benchmark needs a temperature above 0: its runs must differ")
         return self
+
+
+class TaskRun(_Strict):
+    """A task with everything about its runs decided."""
+
+    items: int
+    repeats: int
+    max_tokens: int
+    temperature: float
 
 
 class Selection(_Strict):
@@ -225,8 +266,13 @@ class Tier(_Strict):
     task_items: int = Field(default=4, ge=1)
     task_repeats: int = Field(default=1, ge=1)
     task_tokens: int = Field(default=16, ge=1)  #: cap on generated tokens per item
+    tokens_per_s: float | None = Field(default=None, gt=0)  #: aggregate, assumed: what a plan's hours rest on
+    free_running_tokens: int = Field(default=16, ge=1)  #: per request and cell
+    free_running_requests: int = Field(default=64, ge=1)  #: per cell, over all its batches
     numerics_seeds: int = Field(default=1, ge=1)
     performance_tokens: int = Field(default=8, ge=1)  #: tokens generated per request and cell
+    named_steps: int | None = Field(default=None, ge=1)  #: decode steps of a named cell, at most; none: all of it
+    features: Selection = Selection()  #: the deployments of the tier's cells on which features are checked
 
 
 class ScopeCell(_Strict):
@@ -274,6 +320,18 @@ class Manifest(_Strict):
 
     def tier(self, name: str) -> Tier:
         return self.tiers[name]  # type: ignore[index]
+
+    def task_run(self, task: TaskConfig, tier: str) -> TaskRun:
+        """How ``task`` runs in ``tier``. Runs of a benchmark's questions must differ, so they are never greedy."""
+        knobs = self.tier(tier)
+        repeats = task.repeats or knobs.task_repeats
+        differ = repeats > 1 or task.estimand == "benchmark"
+        return TaskRun(
+            items=task.items or knobs.task_items,
+            repeats=repeats,
+            max_tokens=task.max_tokens or knobs.task_tokens,
+            temperature=task.temperature if task.temperature is not None else 1.0 if differ else 0.0,
+        )
 
     def cells(self, tier: str) -> list[ScopeCell]:
         """The cells of the scope that ``tier`` runs, each once, in manifest order; named cells last."""

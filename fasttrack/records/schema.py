@@ -184,6 +184,10 @@ class FidelityRecord(_Base):
     kl_max: float
     abs_error_sum: float
     abs_error_max: float
+    log_error_sum: float | None = None  #: sum over positions of ln sqrt(KL), which weighs every position alike
+    largest_error: float | None = None  #: largest |logprob - oracle| of any token, nats
+    largest_flip: float = 0.0  #: widest gap between the oracle's best two tokens that the arm turned over, nats
+    exact: bool = False  #: measured with the engine's exact options
     top1_flips: int
     near_ties: int  #: flips whose oracle top-2 gap is below the rounding bound
     nonfinite: int
@@ -204,7 +208,70 @@ class EvalItemRecord(_Base):
     finish_reason: str
     parsed: bool
     output_tokens: int
+    second_score: float | None = None  #: by a scorer written independently of the first
     details: dict[str, Any] = {}
+
+
+class EvalTaskRecord(_Base):
+    """How one arm ran one task: what must be the same in both arms, and the hashes of what was asked."""
+
+    type: Literal["eval_task"] = "eval_task"
+    task: str
+    source: str  #: "generated", "file:NAME" or "hub:REPOSITORY@COMMIT"
+    rows_sha256: str  #: the rows as asked, option order included
+    task_file_sha256: str  #: prompt template and scorer
+    chat_template_sha256: str | None  #: a fixed conversation as the engine renders it; None = no template
+    items: int
+    repeats: int
+    max_tokens: int
+    temperature: float
+
+
+class RoutingRecord(_Base):
+    """Experts chosen by one layer in teacher-forced steps of one kind, compared row by row with the oracle's."""
+
+    type: Literal["routing"] = "routing"
+    batch: str  #: which forced batch; arms share it
+    step: StepKind
+    layer: int
+    rows: int
+    sets_differ: int  #: rows whose set of experts is not the oracle's
+    experts_differ: int  #: experts that the oracle chose and the arm did not, all rows
+    per_row: int  #: experts chosen per row
+    exact: bool = False
+
+
+class FreeRunRecord(_Base):
+    """One free-running request at temperature 0, compared with the same request of a reference run."""
+
+    type: Literal["free_run"] = "free_run"
+    batch: str
+    request: str
+    reference: str  #: "oracle", or "stock recomposed": stock in other company
+    tokens: int
+    agreed: int  #: leading tokens equal to the reference's
+    diverged: bool  #: False where it agreed to its end
+    repetitive: bool
+    truncated: bool  #: ended by the length cap
+    nonfinite: int  #: log-probabilities of emitted tokens that are no finite number
+
+
+class AcceptanceRecord(_Base):
+    """Drafts at one position, counted over verify steps: how often one was offered there, and stood."""
+
+    type: Literal["acceptance"] = "acceptance"
+    mode: str  #: "measured" or "synthetic(AL)": never added up
+    position: int  #: 1 is the first draft of a step
+    offered: int
+    stood: int
+
+
+class NotMeasuredRecord(_Base):
+    """A unit that this engine cannot do, and why."""
+
+    type: Literal["not_measured"] = "not_measured"
+    what: str
+    reason: str
 
 
 class PerformanceRecord(_Base):
@@ -281,7 +348,12 @@ RECORD_TYPES: tuple[type[_Base], ...] = (
     NumericsRecord,
     SampledRecord,
     FidelityRecord,
+    RoutingRecord,
+    FreeRunRecord,
+    AcceptanceRecord,
+    EvalTaskRecord,
     EvalItemRecord,
+    NotMeasuredRecord,
     PerformanceRecord,
     OffStateRecord,
     RefusalRecord,
