@@ -145,18 +145,18 @@ def _request(request: Request) -> GenerationRequest:
 def resolve_options(given: Mapping[str, Any]) -> dict[str, Any]:
     """Defaults filled in, names and types checked. :class:`UsageError` names the option."""
     defaults = {**ENGINE_OPTIONS, **{name: value for name, (_, value) in DEPLOYMENT_OPTIONS.items()}}
+    resolved = dict(defaults)
     for name, value in given.items():
         where = f"engine.options.{name}"
         if name not in defaults:
             raise UsageError("unknown option", where=where, expected=f"one of {', '.join(sorted(defaults))}")
         kind = int if defaults[name] is None else type(defaults[name])
-        if kind is float and type(value) is int:
-            value = float(value)
-        if type(value) is not kind and not (value is None and defaults[name] is None):
+        resolved[name] = float(value) if kind is float and type(value) is int else value
+        if type(resolved[name]) is not kind and not (value is None and defaults[name] is None):
             raise UsageError(
                 f"{value!r} is not {kind.__name__}", where=where, expected=f"a value like {defaults[name]!r}"
             )
-    return {**defaults, **given}
+    return resolved
 
 
 class KimiK3Target:
