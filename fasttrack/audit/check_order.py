@@ -118,6 +118,11 @@ def _shape(s: Subject) -> None:
     if have != want:
         s.report("contract-mismatch", f"the kernel has {have} parameters, its contract declares {want}")
         return
+    for p, declared in zip(s.function.parameters, s.contract.parameters, strict=True):
+        if p.size < 8 and declared.role != "scalar":
+            text = f"parameter {p.index} has {p.size} bytes; the contract says {declared.name} ({declared.role})"
+            s.report("contract-mismatch", text)
+            return
     if s.contract.wait == "none" and s.order.waits:
         s.report("contract-mismatch", "the kernel waits, its contract declares wait: none", s.code[s.order.waits[0]])
     for site in s.sites:
@@ -131,8 +136,9 @@ def _shape(s: Subject) -> None:
     if s.function.stage != "ptx":
         return
     stored = {r.parameter for site in s.sites if site.access.what in _WRITES for r in site.roles if r.sure}
-    for p in s.contract.parameters:
-        if p.role == "weight" and p.name in stored:
-            site = next(x for x in s.sites if x.access.what in _WRITES and any(r.parameter == p.name for r in x.roles))
-            message = f"{_name(site)} to {p.name}, which the contract declares static"
+    for declared in s.contract.parameters:
+        name = declared.name
+        if declared.role == "weight" and name in stored:
+            site = next(x for x in s.sites if x.access.what in _WRITES and any(r.parameter == name for r in x.roles))
+            message = f"{_name(site)} to {name}, which the contract declares static"
             s.report("contract-mismatch", message, site.instruction, s.roles.resolve(site.origins)[0])

@@ -134,22 +134,25 @@ def _collapsed_loops(s: Subject) -> None:
         body = [s.code[i] for i in loop.instructions]
         if any(i.accesses or i.sync is not Sync.NONE for i in body) or not _endless(s, loop):
             continue
-        for b in s.flow.order:
-            if b in loop.blocks or not any(t in loop.blocks for t in s.flow.successors[b]):
-                continue
-            last = s.code[s.flow.ends[b] - 1]
-            at, guard = _decides(s, b)
-            if guard is None:
-                continue
+        for at, guard in _conditions(s, loop):
             whole = s.tracer.slice(at, [guard])
-            for site in s.sites:
-                if site.index in whole and site.access.what in _READS:
-                    role = site.roles[0] if site.roles else None
-                    message = (
-                        "a loop repeats without reading memory again; the value it waits for was loaded once, before it"
-                    )
-                    s.report("collapsed-poll", message, site.instruction if last else None, role)
-                    return
+            site = next((x for x in s.sites if x.index in whole and x.access.what in _READS), None)
+            if site is not None:
+                role = site.roles[0] if site.roles else None
+                message = "a loop repeats without reading memory again; what it waits for was loaded once, before it"
+                s.report("collapsed-poll", message, site.instruction, role)
+                return
+
+
+def _conditions(s: Subject, loop: Loop) -> list[tuple[int, str]]:
+    """Conditions the loop is left on, and those it is entered on, as (instruction, predicate)."""
+    out = [(e, guard[0]) for e in loop.exits if (guard := s.code[e].guard) is not None]
+    for b in s.flow.order:
+        if b not in loop.blocks and any(t in loop.blocks for t in s.flow.successors[b]):
+            at, decides = _decides(s, b)
+            if decides is not None:
+                out.append((at, decides))
+    return out
 
 
 def _endless(s: Subject, loop: Loop) -> bool:

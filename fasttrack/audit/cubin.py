@@ -1,6 +1,7 @@
 """Cubins: parameter layout from the ELF attributes, instructions from nvdisasm's JSON.
 
-The attribute numbers are those ``cuobjdump -elf`` prints for ``.nv.info``: EIATTR_KPARAM_INFO, EIATTR_PARAM_CBANK.
+The attribute numbers are those ``cuobjdump -elf`` prints for ``.nv.info``: EIATTR_KPARAM_INFO, EIATTR_PARAM_CBANK and
+EIATTR_INDIRECT_BRANCH_TARGETS.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import struct
 import subprocess
 import sysconfig
 import tempfile
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from fasttrack.audit.ir import Parameter
 from fasttrack.errors import UsageError
 
 MAX_BYTES = 16 << 20
-_KPARAM_INFO, _PARAM_CBANK = 0x17, 0x0A
+_KPARAM_INFO, _PARAM_CBANK, _BRANCH_TARGETS = 0x17, 0x0A, 0x34
 
 
 @dataclass(frozen=True)
@@ -31,6 +32,8 @@ class Layout:
     base: int
     size: int
     parameters: tuple[Parameter, ...]
+    symbols: dict[str, int] = field(default_factory=dict)  #: label -> byte offset in the kernel's section
+    jumps: dict[int, tuple[int, ...]] = field(default_factory=dict)  #: indirect branch -> its targets, byte offsets
 
     def at(self, address: int) -> tuple[Parameter, int] | None:
         """The parameter that holds this byte of the bank, and the offset inside it."""
@@ -67,11 +70,14 @@ def layouts(data: bytes, origin: str) -> dict[str, Layout]:
         raise UsageError(f"ELF image of machine {machine}", where=origin, expected="a cubin (machine 190, NVIDIA CUDA)")
     out = {}
     try:
-        for name, content in _sections(data):
+        sections = _sections(data)
+        symbols = _symbols(sections)
+        for name, content in sections:
             if name.startswith(".nv.info."):
                 layout = _layout(content)
+                kernel = name.removeprefix(".nv.info.")
                 if layout is not None:
-                    out[name.removeprefix(".nv.info.")] = layout
+                    out[kernel] = replace(layout, symbols=symbols.get(f".text.{kernel}", {}))
     except (struct.error, ValueError, IndexError, UnicodeDecodeError):
         raise UsageError("cubin is truncated or damaged", where=origin, expected="a complete cubin") from None
     if not out:
@@ -94,8 +100,22 @@ def _sections(data: bytes) -> list[tuple[str, bytes]]:
     return out
 
 
+def _symbols(sections: list[tuple[str, bytes]]) -> dict[str, dict[str, int]]:
+    """Section -> symbol -> value, from the ELF64 symbol table."""
+    content = dict(sections)
+    table, names = content.get(".symtab", b""), content.get(".strtab", b"")
+    out: dict[str, dict[str, int]] = {}
+    for at in range(0, len(table) - 23, 24):
+        name, _, _, section, value, _ = struct.unpack_from("<IBBHQQ", table, at)
+        if 0 < section < len(sections):
+            label = names[name : names.index(b"\0", name)].decode()
+            out.setdefault(sections[section][0], {})[label] = value
+    return out
+
+
 def _layout(info: bytes) -> Layout | None:
     at, base, size, parameters = 0, None, 0, []
+    jumps: dict[int, tuple[int, ...]] = {}
     while at + 4 <= len(info):
         form, attribute, value = struct.unpack_from("<BBH", info, at)
         at += 4
@@ -108,9 +128,15 @@ def _layout(info: bytes) -> Layout | None:
             parameters.append(Parameter(ordinal, "", offset, flags >> 18))
         elif attribute == _PARAM_CBANK and len(payload) >= 8:
             _, base, size = struct.unpack_from("<IHH", payload)
+        elif attribute == _BRANCH_TARGETS:  # repeated: branch, 0, count, targets
+            words = struct.unpack(f"<{len(payload) // 4}I", payload[: len(payload) // 4 * 4])
+            k = 0
+            while k + 3 <= len(words):
+                jumps[words[k]] = words[k + 3 : k + 3 + words[k + 2]]
+                k += 3 + words[k + 2]
     if base is None:
         return None
-    return Layout(base, size, tuple(sorted(parameters, key=lambda p: p.index)))
+    return Layout(base, size, tuple(sorted(parameters, key=lambda p: p.index)), jumps=jumps)
 
 
 def disassemble(data: bytes, origin: str) -> tuple[list[dict[str, Any]], list[str]]:

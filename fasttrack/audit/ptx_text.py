@@ -12,6 +12,7 @@ from fasttrack.errors import UsageError
 
 #: Larger files are refused: real kernels are below a megabyte, and a wrong file should not cost minutes.
 MAX_BYTES = 16 << 20
+MAX_DEPTH, MAX_STATEMENTS = 64, 200_000
 
 _COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.S)
 _HEAD = re.compile(r"(?:\.(?:visible|weak|extern)\s+)*\.(entry|func)\b")
@@ -207,6 +208,8 @@ def _statements(text: str, at: int, body: Body, head: re.Match[str], origin: str
                 return at
             continue
         if c == "{":
+            if len(scopes) > MAX_DEPTH:
+                raise UsageError(f"scopes nested more than {MAX_DEPTH} deep", where=f"{origin}:{line}", expected="PTX")
             body.parents.append(scopes[-1])
             body.registers.append(set())
             scopes.append(len(body.parents) - 1)
@@ -241,6 +244,9 @@ def _statements(text: str, at: int, body: Body, head: re.Match[str], origin: str
             raise _truncated(text, head.start(), origin, f"{body.kind} {body.name[:60]}")
         raw = text[at:end]
         at = end + 1
+        if len(body.statements) >= MAX_STATEMENTS:
+            what = f"{body.kind} {body.name[:60]} has more than {MAX_STATEMENTS} instructions"
+            raise UsageError(what, where=f"{origin}:{line}", expected="a kernel of ordinary size")
         if c == ".":
             _declaration(raw, body, scopes[-1])
             continue

@@ -73,14 +73,20 @@ class SassLowering:
 
     def _branch(self, ins: Instruction, base: str, operands: list[str], count: int) -> None:
         target = next((int(o, 16) // 16 for o in reversed(operands) if _HEX.match(o)), None)
-        if target is not None and 0 <= target < count:
+        if target is None:
+            target = next((v // 16 for o in operands if (v := self.layout.symbols.get(o)) is not None), None)
+        table = tuple(t // 16 for t in self.layout.jumps.get(ins.line, ()) if t // 16 < count)
+        if table:
+            ins.targets = table
+        elif target is not None and 0 <= target < count:
             ins.targets = (target,)
-        elif base != "CALL":
+        else:
             self.function.notes.append(f"0x{ins.line:x}: {base} target is not followed")
-        ins.ends = base != "CALL"  # a call also continues behind itself; what it returns to is not modelled further
+        # a call also continues behind itself; a branch on divergence may fall through
+        ins.ends = base != "CALL" and not {"DIV", "CONV"} & set(ins.opcode.split("."))
         for o in operands:
             m = _REGISTER.match(o)
-            if m and m.group(2)[-1] not in "TZ" and ins.guard is None and base != "CALL":
+            if m and "P" in m.group(2) and m.group(2)[-1] != "T" and ins.guard is None and base != "CALL":
                 ins.guard = (m.group(2), "!" in m.group(1))
 
     # --- operands ----------------------------------------------------------------------------------------------
@@ -109,6 +115,18 @@ class SassLowering:
         elif bank == 4:
             return Leaf("symbol", f"module variable at c[4][{offset:#x}]")
         return Leaf("special", "constant")
+
+    def _words(self, text: str, count: int) -> tuple[Leaf, ...]:
+        """The parameter behind each 32-bit word of a wide constant load, which may span several."""
+        m = _CONSTANT.search(text)
+        assert m is not None
+        first = int(m.group(3) or "0", 16)
+        out = []
+        for k in range(count):
+            found = self.layout.at(first + 4 * k)
+            offset = None if found is None or m.group(2) else found[1]
+            out.append(Leaf("param", "", found[0].index, offset) if found else Leaf("special", "constant"))
+        return tuple(out)
 
     def _address(self, text: str) -> Address:
         inside = text[text.rindex("[") + 1 : text.rindex("]")]
@@ -146,6 +164,8 @@ class SassLowering:
         ins.defs = tuple(defs)
         values = [self._operand(o) for o in sources]
         ins.op, ins.args = _semantics(words, sources, values)
+        if base in ("LDC", "LDCU", "ULDC") and isinstance(values[0], Leaf) and values[0].kind == "param":
+            ins.op, ins.args = "parameters", self._words(sources[0], len(ins.defs))
         if ins.accesses and base not in _NO_RESULT:
             ins.op, ins.args = "load", ()
 
@@ -159,6 +179,9 @@ class SassLowering:
         width = _bytes(words)
         first = self._address(spots[0])
         values = tuple(v for o in operands[1:] if (v := self._operand(o)) is not None)
+        if values and isinstance(values[0], str) and width > 4 and values[0][-1].isdigit():
+            stem, number = re.fullmatch(r"(\D+)(\d+)", values[0]).groups()  # type: ignore[union-attr]
+            values = tuple(f"{stem}{int(number) + k}" for k in range(width // 4))
         if base in ("LDG", "LD", "LDS", "LDL", "LDSM", "LDGMC"):
             space = {"LD": "generic", "LDS": "shared", "LDSM": "shared", "LDL": "local"}.get(base, "global")
             return (Access("load", space, first, width, order, scope),)
@@ -299,10 +322,6 @@ def _semantics(words: list[str], sources: list[str], values: list[Operand | None
         return ("copy" if len(kept) == 1 else "add"), kept
     if base in ("UIMAD",) and "HI" not in words:
         return _imad(words, sources, values)
-    if base in ("LDC", "LDCU", "ULDC") and kept and isinstance(kept[0], Leaf) and kept[0].kind == "param":
-        leaf, n = kept[0], _result_words(words)
-        step = [None if leaf.offset is None else leaf.offset + 4 * k for k in range(n)]
-        return "parameters", tuple(Leaf("param", "", leaf.index, o) for o in step)
     if base in ("MOV", "UMOV", "R2UR", "LDC", "LDCU", "ULDC", "UR2R"):
         return "copy", tuple(v for v in kept[:1])
     if base == "SHFL":

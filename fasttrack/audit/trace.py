@@ -6,7 +6,7 @@ a base address. *Affine forms* write an address as constant + sum of coefficient
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -121,7 +121,7 @@ class Tracer:
             form = self.affine(ins.index, ins.args[0]) if ins.args else Affine(0, ())
             return [a for a, c in form.terms if c == 1 and isinstance(a, Leaf) and a.kind == "shared"]
         if ins.op == "load" and ins.accesses and ins.accesses[0].what != "atomic":
-            self._loaded(ins, ins.accesses[0], level, found, stack)
+            self._loaded(ins, name, level, found, stack)
         return ()
 
     def _ends_in(self, at: int, operand: Operand, depth: int = 0) -> str:
@@ -146,30 +146,46 @@ class Tracer:
         return "other"
 
     def _loaded(
-        self, ins: Instruction, access: Access, level: int, found: set[Origin], stack: list[tuple[int, str, int]]
+        self,
+        ins: Instruction,
+        name: str,
+        level: int,
+        found: set[Origin],
+        stack: list[tuple[int, str, int]],
     ) -> None:
         """A value read from memory: what the kernel stored there (shared, local), or a pointer found in a table."""
+        access = ins.accesses[0]
         form = self.address_affine(ins.index, access.address)
         base = form.terms[0][0] if len(form.terms) == 1 else None
         if isinstance(base, Leaf) and base.kind == "paramaddr":  # a generic load of the parameter block
             found |= _leaf(Leaf("param", base.name, base.index, form.constant), level)
         elif access.space in ("shared", "local"):
-            halves = access.space == "local" and self.flow.function.stage == "sass"  # spills go by register
-            if halves or access.width == 0 or access.width >= 8:
-                for i, store in self._stores.get(access.space, ()):
-                    small = not halves and 0 < store.width < 8
-                    if not small and may_alias(form, self.address_affine(i, store.address)):
-                        for v in store.values:
-                            if isinstance(v, str):
-                                stack.append((i, v, level))
-                            elif isinstance(v, Leaf):
-                                found |= _leaf(v, level)
+            for i, value in self._stored(ins, access, name, form):
+                if isinstance(value, str):
+                    stack.append((i, value, level))
+                elif isinstance(value, Leaf):
+                    found |= _leaf(value, level)
         elif access.width == 0 or access.width >= 8:
             for t in access.address.terms:
                 if isinstance(t, str):
                     stack.append((ins.index, t, min(level + 1, 2)))
                 elif isinstance(t, Leaf):
                     found |= _leaf(t, level + 1)
+
+    def _stored(self, ins: Instruction, access: Access, name: str, form: Affine) -> Iterator[tuple[int, Operand]]:
+        """Values the kernel stores where ``name`` is loaded from, with the index of the store."""
+        sass = self.flow.function.stage == "sass"  # operands are 32-bit registers, whatever the access width
+        if not sass and 0 < access.width < 8:
+            return
+        wanted = form.constant + ins.defs.index(name) * (4 if sass else access.width or 8)
+        for i, store in self._stores.get(access.space, ()):
+            if not sass and 0 < store.width < 8:
+                continue
+            there = self.address_affine(i, store.address)
+            for k, value in enumerate(store.values):
+                at = there.constant + k * (4 if sass else store.width or 8)
+                if there.terms != form.terms or at == wanted:
+                    yield i, value
 
     @cached_property
     def _stores(self) -> dict[str, list[tuple[int, Access]]]:

@@ -26,8 +26,8 @@ from fasttrack.target import KernelContract, KernelException, KernelParameter
 
 @dataclass
 class Mutant:
-    """``parameter``: name that a finding must carry; None for a deleted wait. ``harmless``: without the wait nothing but
-    static weights is touched any earlier, and the kernel still waits elsewhere."""
+    """``parameter``: name that a finding must carry; None for a deleted wait. ``harmless``: without the wait nothing
+    but static weights is touched any earlier, and the kernel still waits elsewhere."""
 
     kind: str
     kernel: str
@@ -174,9 +174,7 @@ def hoist(entry: Body, base: Subject, load: int, wait: int) -> Body:
             count += 1
         operands = list(s.operands)
         first = 1 if code[d].defs else 0
-        operands = [
-            _rename(o, results if k < first else names, s, entry) for k, o in enumerate(operands)
-        ]
+        operands = [_rename(o, results if k < first else names, s, entry) for k, o in enumerate(operands)]
         moved.append(Statement(s.opcode, operands, None, s.line, s.loc, s.scope, "hoisted " + s.text))
 
     clone(load)
@@ -209,5 +207,3 @@ def _rename(operand: str, names: dict[str, str], s: Statement, entry: Body) -> s
 def unmutated_errors(subject: Subject) -> list[Finding]:
     accepted = {(e.rule, e.parameter) for e in subject.contract.exceptions} if subject.contract else set()
     return [f for f in subject.findings if f.severity == "error" and (f.rule, f.parameter) not in accepted]
-
-

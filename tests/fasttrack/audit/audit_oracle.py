@@ -121,11 +121,12 @@ class Oracle:
         if type_bytes(words[-1]) != 8:
             return 2
         for i, s in enumerate(self.body.statements):
-            if s.opcode.startswith("st.") and type_bytes(s.opcode.rsplit(".", 1)[-1]) == 8 and "global" not in s.opcode:
-                if (i, "stored") not in self.busy:
-                    self.busy.add((i, "stored"))
-                    try:
-                        return self.value(i, s.operands[1].strip("{} ").split(",")[0])
-                    finally:
-                        self.busy.discard((i, "stored"))
+            pointer = type_bytes(s.opcode.rsplit(".", 1)[-1]) == 8 and "global" not in s.opcode
+            if not s.opcode.startswith("st.") or not pointer or (i, "stored") in self.busy:
+                continue
+            self.busy.add((i, "stored"))
+            try:
+                return self.value(i, s.operands[1].strip("{} ").split(",")[0])
+            finally:
+                self.busy.discard((i, "stored"))
         return 2
