@@ -73,12 +73,16 @@ class Context:
         draft_length: int = 0,
         acceptance: str = "none",
         cell: CellKey | None = None,
+        options: Mapping[str, Any] | None = None,
     ) -> tuple[Engine, EngineInfo]:
         """The arm's engine, reset, with its resolved configuration recorded.
 
+        ``options`` override the manifest's; the record's configuration names them under ``overrides``.
         Raises :class:`fasttrack.target.DeploymentRefused` when the target refuses the deployment.
         """
-        engine = self.engines.get(arm, tp=tp, dcp=dcp, draft_length=draft_length, acceptance=acceptance)
+        engine = self.engines.get(
+            arm, tp=tp, dcp=dcp, draft_length=draft_length, acceptance=acceptance, options=options
+        )
         info = engine.info()
         self.record(
             EngineRecord,
@@ -89,14 +93,22 @@ class Context:
             switch={self.description.switch: self.engines.switch_value(arm)},
             devices=list(info.devices),
             checkpoint=info.checkpoint,
-            config=dict(info.config),
+            config={
+                "max_context": info.max_context,
+                **info.config,
+                **({"overrides": dict(options)} if options else {}),
+            },
             modules_loaded=loaded_below(self.description.optimized_modules),
         )
         return engine, info
 
     def engine_for(self, arm: str, cell: CellKey, acceptance: str = "none") -> tuple[Engine, EngineInfo]:
-        drafts = {"draft_length": cell.draft_length, "acceptance": acceptance} if cell.draft_length else {}
-        return self.engine(arm, tp=cell.tp, dcp=cell.dcp, cell=cell, **drafts)  # type: ignore[arg-type]
+        """The engine that produces the steps of ``cell``; drafts are accepted as they are unless told otherwise."""
+        if cell.draft_length and acceptance == "none":
+            acceptance = "measured"
+        return self.engine(
+            arm, tp=cell.tp, dcp=cell.dcp, draft_length=cell.draft_length, acceptance=acceptance, cell=cell
+        )
 
     def write_refusal(self, deployment: Mapping[str, Any], reasons: Sequence[str], *, refused: bool = True) -> None:
         """The optimised arm's answer to a deployment it was asked to start with."""

@@ -152,9 +152,9 @@ def outside(limits: Limits) -> list[dict[str, int]]:
 
 def _refusals(unit: Unit, ctx: Context) -> None:
     for deployment in outside(ctx.description.limits):
-        wanted = {k: v for k, v in deployment.items() if k != "violations"}
+        tp, dcp, draft = (deployment[k] for k in ("tp", "dcp", "draft_length"))
         try:
-            ctx.engines.get("optimized", acceptance="none", **wanted)
+            ctx.engines.get("optimized", tp=tp, dcp=dcp, draft_length=draft, acceptance="none")
         except DeploymentRefused as refusal:
             ctx.write_refusal(deployment, refusal.reasons)
         else:

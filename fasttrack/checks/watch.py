@@ -23,14 +23,18 @@ class WatchedRun:
         self.engine, self.wanted, self.start_at = engine, wanted, start_at
         self.left = profiled
         self.steps: list[LedgerStep] = []
+        self.reported: list[int] = []  #: indices as ``on_step`` named them
+        self.late = 0  #: of these, steps that were not yet in the ledger
         self.profiler = StepProfiler()
 
-    def generate(self, ctx: Context, requests: Sequence[Request], run: str) -> list[Completion]:
+    def generate(
+        self, ctx: Context, requests: Sequence[Request], run: str, *, keep_logits: bool = False
+    ) -> list[Completion]:
         with ctx.target.profile(self.engine):
             if self.start_at == -1:
                 self.profiler.start()
             try:
-                done = self.engine.generate(requests, run=run, on_step=self._after)
+                done = self.engine.generate(requests, run=run, keep_logits=keep_logits, on_step=self._after)
             finally:
                 self.profiler.stop()
         self.steps += self.engine.drain_ledger()
@@ -39,6 +43,8 @@ class WatchedRun:
     def _after(self, index: int) -> None:
         new = self.engine.drain_ledger()
         self.steps += new
+        self.reported.append(index)
+        self.late += all(step.index != index for step in new)
         hit = any(self.wanted(step) for step in new)
         if self.profiler.running:
             self.left -= hit

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from collections import OrderedDict
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from fasttrack.engines.build import build_engine
 from fasttrack.gates.base import Scope
@@ -27,7 +30,17 @@ class EngineCache:
         keys = [*self.scope.cells(), *(probe.key for probe in self.scope.probes())]
         return max(key.requests for key in keys)
 
-    def spec(self, arm: str, *, tp: int, dcp: int, draft_length: int, acceptance: str) -> EngineSpec:
+    def spec(
+        self,
+        arm: str,
+        *,
+        tp: int,
+        dcp: int,
+        draft_length: int,
+        acceptance: str,
+        options: Mapping[str, Any] | None = None,
+    ) -> EngineSpec:
+        """``options`` override those of the manifest, for this engine only."""
         engine = self.scope.manifest.engine
         return EngineSpec(
             kind=engine.kind,
@@ -38,20 +51,29 @@ class EngineCache:
             draft_length=draft_length,
             max_requests=self.max_requests,
             acceptance=acceptance,
-            options=dict(engine.options),
+            options={**engine.options, **(options or {})},
             workdir=self.workdir,
             seed=self.seed,
         )
 
-    def get(self, arm: str, *, tp: int, dcp: int, draft_length: int, acceptance: str) -> Engine:
+    def get(
+        self,
+        arm: str,
+        *,
+        tp: int,
+        dcp: int,
+        draft_length: int,
+        acceptance: str,
+        options: Mapping[str, Any] | None = None,
+    ) -> Engine:
         """The engine of ``arm`` in this deployment, with nothing left over from its last use."""
-        key = (arm, tp, dcp, draft_length, acceptance)
+        key = (arm, tp, dcp, draft_length, acceptance, json.dumps(dict(options or {}), sort_keys=True))
         if key in self._engines:
             self._engines.move_to_end(key)
         else:
             while len(self._engines) >= self.capacity:
                 self._engines.popitem(last=False)[1].close()
-            spec = self.spec(arm, tp=tp, dcp=dcp, draft_length=draft_length, acceptance=acceptance)
+            spec = self.spec(arm, tp=tp, dcp=dcp, draft_length=draft_length, acceptance=acceptance, options=options)
             self._engines[key] = build_engine(self.target, spec)
         engine = self._engines[key]
         engine.reset()

@@ -8,6 +8,7 @@ from typing import Any, Literal
 from fasttrack.errors import UsageError
 from fasttrack.gates.base import Gate, GateResult, Number, Scope, Verdict
 from fasttrack.gates.evals import fidelity, task_scores
+from fasttrack.gates.features import FEATURE_GATES
 from fasttrack.gates.isolation import a_a, off_is_off, probes, refusals, scope_coverage
 from fasttrack.gates.numerics import error, poison
 from fasttrack.gates.performance import accounting, speedup
@@ -23,6 +24,7 @@ GATES: dict[str, Gate] = {
     "isolation.off_is_off": off_is_off,
     "isolation.a_a": a_a,
     "isolation.refusals": refusals,
+    **FEATURE_GATES,
     "evals.fidelity": fidelity,
     "evals.task_scores": task_scores,
     "performance.accounting": accounting,

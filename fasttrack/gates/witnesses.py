@@ -21,7 +21,7 @@ def agreement(scope: Scope, records: Sequence[Any]) -> GateResult:
     wrong, agreed = list[str](), list[StepRecord]()
     for key, seen in traces.items():
         step = steps.get(key)
-        complaint = "is not in the ledger" if step is None else _disagreement(scope, step, seen)
+        complaint = "is not in the ledger" if step is None else disagreement(scope, step, seen)
         if complaint:
             wrong.append(f"step {key[2]}/{key[3]} {complaint}")
         elif step is not None:
@@ -44,7 +44,7 @@ def agreement(scope: Scope, records: Sequence[Any]) -> GateResult:
     return GateResult(gate=name, verdict="pass", reason=reason, numbers=numbers)
 
 
-def _disagreement(scope: Scope, step: StepRecord, seen: Sequence[TraceRecord]) -> str:
+def disagreement(scope: Scope, step: StepRecord, seen: Sequence[TraceRecord]) -> str:
     """What the two witnesses disagree about, empty when nothing.
 
     A GPU step is judged by its kernels: a replayed graph calls no op on the CPU. A ledger that names
