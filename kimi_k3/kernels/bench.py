@@ -1,8 +1,8 @@
 """Timing of kernels by graph replay, and the read floor that the times are compared with.
 
-What is timed: a CUDA graph of ``launches`` launches, replayed ``replays`` times between two events, no profiler. Give every
-launch its own weights, so that nothing is found in L2: :func:`distinct` says how many copies that takes. A time is the
-median over replays of (replay time / launches).
+What is timed: a CUDA graph of ``launches`` launches, replayed ``replays`` times between two events, no profiler. Give
+every launch its own weights, so that nothing is found in L2: :func:`distinct` says how many copies that takes. A time
+is the median over replays of (replay time / launches).
 
 Needs a GPU and torch; nothing is imported from either until a function is called.
 """
@@ -20,7 +20,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-#: total weights of a timed graph, at least: so many times the 60 MB L2 that what survives in it between replays is 1.5 %
+#: total weights of a timed graph, at least: so much more than the 60 MB L2 that what survives in it is 1.5 %
 COLD_BYTES = 4_000_000_000
 
 
@@ -108,13 +108,13 @@ def read_floor(gigabytes: float = 4.0, replays: int = 20) -> float:
 
     chunks = int(gigabytes * 1e9) // stream_read.CHUNK
     data = torch.randint(0, 255, (chunks * stream_read.CHUNK,), dtype=torch.uint8, device="cuda")
-    best = 0.0
+    best, where = 0.0, address(data)
     for blocks, stages in ((132, 12), (264, 6), (396, 4)):
         kernel, args = stream_read.build(blocks, stages)
         code = compiled(("stream_read", blocks, stages), kernel, args)
 
-        def launch(_: int, code: Any = code) -> None:
-            code(address(data), chunks, current_stream())
+        def launch(_: int, code: Any = code, at: Any = where) -> None:
+            code(at, chunks, current_stream())
 
         us, _, _ = time_graph(graph_of(launch, 1), 1, replays)
         best = max(best, chunks * stream_read.CHUNK / us / 1e6)
@@ -128,7 +128,8 @@ def environment() -> dict[str, Any]:
     """Device, driver, versions, clocks and date: what a result must be read with."""
     import torch
 
-    smi = "name,driver_version,clocks.sm,clocks.mem,clocks.max.sm,temperature.gpu,power.draw,clocks_throttle_reasons.active"
+    smi = "name,driver_version,clocks.sm,clocks.mem,clocks.max.sm,temperature.gpu,power.draw"
+    smi += ",clocks_throttle_reasons.active"
     out = subprocess.run(
         ["nvidia-smi", f"--query-gpu={smi}", "--format=csv,noheader"], capture_output=True, text=True, check=False
     ).stdout.strip()
@@ -163,7 +164,8 @@ def write(path: Path, timings: list[Timing], floor_tbps: float, what: str, **mor
     """One JSON document: environment, floor, what was timed and how, every timing."""
     document = {
         "what": what,
-        "method": "median over replays of a CUDA graph timed with events, per launch; distinct weights per launch; no profiler",
+        "method": "median over replays of a CUDA graph timed with events, per launch; distinct weights per launch; "
+        "no profiler",
         "environment": environment(),
         "read_floor_TBps": round(floor_tbps, 4),
         **more,

@@ -1,11 +1,12 @@
 """Cross-compilation of the CuTe kernels on a CPU-only machine, cached on disk, with a table of resources.
 
-A kernel module takes part by defining ``compile_cases() -> dict[str, CompileCase]``. Run as a program::
+A kernel module takes part by defining ``compile_cases() -> dict[str, CompileCase]``, or ``compile_cases(arch)`` where
+the kernel differs between architectures. Run as a program::
 
     python -m kimi_k3.kernels.compile [--arch sm_90a ...] [--jobs 2] [--cache DIR] [--only PREFIX] [--json FILE]
 
-prints kernel, architecture, registers, threads, shared memory, local frame and spill instructions, and exits with 1 when
-a kernel spills or does not compile.
+prints kernel, architecture, registers, threads, shared memory, local frame and spill instructions, and exits with 1
+when a kernel spills or does not compile.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import argparse
 import hashlib
 import importlib
 import importlib.metadata
+import inspect
 import json
 import os
 import sys
@@ -26,20 +28,34 @@ from pathlib import Path
 from typing import Any
 
 from kimi_k3.kernels import cubin as cubins
+from kimi_k3.kernels.contract import Contract
 
 ARCHES = ("sm_90a", "sm_100a", "sm_103a")
 MODULES = ("stream_projection", "embed", "prefetch", "stream_read", "kda_core", "attn_res")
-_SHARED = ("cute_util.py", "arch.py", "shapes.py", "contract.py", "compile.py", "cubin.py")
+_SHARED = (
+    "cute_asm.py",
+    "cute_cluster.py",
+    "cute_util.py",
+    "arch.py",
+    "shapes.py",
+    "contract.py",
+    "compile.py",
+    "cubin.py",
+)
 
 
 @dataclass(frozen=True)
 class CompileCase:
-    """One compilation: ``fn(*args)`` as given to ``cute.compile``; ``smem``: dynamic bytes per block."""
+    """One compilation: ``fn(*args)`` as given to ``cute.compile``; ``smem``: dynamic bytes per block.
+
+    ``contract``: what an audit of the compiled code is to hold it to.
+    """
 
     fn: Any
     args: tuple[Any, ...]
     threads: int
     smem: int
+    contract: Contract | None = None
 
 
 @dataclass(frozen=True)
@@ -83,13 +99,14 @@ def cache_key(module: str, case: str, arch: str) -> str:
     return h.hexdigest()[:24]
 
 
-def load_cases(module: str) -> dict[str, CompileCase]:
-    loaded = importlib.import_module(f"kimi_k3.kernels.{module}")
-    return loaded.compile_cases()  # type: ignore[no-any-return]
+def load_cases(module: str, arch: str) -> dict[str, CompileCase]:
+    make = importlib.import_module(f"kimi_k3.kernels.{module}").compile_cases
+    found: dict[str, CompileCase] = make(arch) if inspect.signature(make).parameters else make()
+    return found
 
 
 def cross_compile(module: str, case: str, arch: str, cache: Path, item: CompileCase | None = None) -> Compiled:
-    """Compile one case for ``arch`` without a GPU; a failed compilation is a result with ``error``, not an exception."""
+    """Compile one case for ``arch`` without a GPU; a failure is a result with ``error``, not an exception."""
     folder = cache / cache_key(module, case, arch)
     meta = folder / "result.json"
     if meta.exists():
@@ -97,7 +114,7 @@ def cross_compile(module: str, case: str, arch: str, cache: Path, item: CompileC
     folder.mkdir(parents=True, exist_ok=True)
     try:
         if item is None:
-            item = load_cases(module)[case]
+            item = load_cases(module, arch)[case]
         ptx, binary = _compile(item, arch)
         (folder / "kernel.ptx").write_text(ptx, encoding="utf-8")
         (folder / "kernel.cubin").write_bytes(binary)
@@ -157,9 +174,9 @@ def compile_all(
     work = [
         (m, c, a, str(cache))
         for m in modules
-        for c in sorted(load_cases(m))
-        if f"{m}/{c}".startswith(only)
         for a in arches
+        for c in sorted(load_cases(m, a))
+        if f"{m}/{c}".startswith(only)
     ]
     if jobs <= 1:
         return [_work(j) for j in work]
@@ -177,9 +194,8 @@ def table(results: Iterable[Compiled]) -> str:
             lines.append(f"{name:58s} {r.arch:8s} {r.error}")
             continue
         spills = ["-" if s is None else str(s) for s in (r.spill_loads, r.spill_stores)]
-        lines.append(
-            f"{name:58s} {r.arch:8s} {r.registers:4d} {r.threads:7d} {r.smem:7d} {r.frame:5d} {spills[0]:>4s} {spills[1]:>4s}"
-        )
+        numbers = f"{r.registers:4d} {r.threads:7d} {r.smem:7d} {r.frame:5d}"
+        lines.append(f"{name:58s} {r.arch:8s} {numbers} {spills[0]:>4s} {spills[1]:>4s}")
     return "\n".join(lines)
 
 

@@ -2,25 +2,36 @@
 
 Rules that every helper follows, and that kernels must follow too:
 
-- An instruction that touches memory is volatile and clobbers memory. A "pure" asm load may be merged with another one or
-  moved across ``griddepcontrol.wait``; only ALU and MMA instructions are pure here.
+- An instruction that touches memory is volatile and clobbers memory. A "pure" asm load may be merged with another one
+  or moved across ``griddepcontrol.wait``; only ALU and MMA instructions are pure here.
 - There is no ``ld.global.nc``: ptxas moves it across the dependency wait in both directions.
 - A shared-memory region that a bulk copy (async proxy) refills after ordinary loads read it needs
-  :func:`fence_async_shared` in every reading lane before the release: otherwise the next box can overwrite unread bytes.
+  :func:`fence_async_shared` in every reading lane before the release: otherwise the next box can overwrite what was
+  not read yet.
 
 All spellings assemble for sm_90a, sm_100a and sm_103a.
 """
 
-# mypy: disable-error-code="no-untyped-def,no-untyped-call,misc"
+# mypy: disable-error-code="no-untyped-def,no-untyped-call,misc,attr-defined"
 from __future__ import annotations
 
-from typing import Any
-
-import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint32
 from cutlass._mlir.dialects import llvm
 from cutlass.cutlass_dsl import T, dsl_user_op
+
+from kimi_k3.kernels.cute_asm import asm, struct, words
+from kimi_k3.kernels.cute_cluster import (  # noqa: F401 - kernels find every helper here
+    bulk_to_block,
+    mapa,
+    st_async1,
+    st_async2,
+    wgmma_bf16,
+    wgmma_commit,
+    wgmma_descriptor,
+    wgmma_fence,
+    wgmma_wait,
+)
 
 #: cache hint of weight boxes: read once, do not displace anything
 EVICT_FIRST = 0x12F0000000000000
@@ -29,34 +40,6 @@ EVICT_LAST = 0x14F0000000000000
 #: idle word of a mailbox: the bf16 pair (low +0, high -0); a sanitised word never equals it
 SENTINEL = 0x80000000
 
-_ATT = llvm.AsmDialect.AD_ATT
-
-
-def asm(result: Any, operands: list[Any], code: str, constraints: str, effects: bool, loc: Any, ip: Any) -> Any:
-    """One inline-PTX statement; ``effects`` adds a memory clobber and pins its order."""
-    if effects:
-        constraints += ",~{memory}" if constraints else "~{memory}"
-    return llvm.inline_asm(
-        result,
-        operands,
-        code,
-        constraints,
-        has_side_effects=effects,
-        is_align_stack=False,
-        asm_dialect=_ATT,
-        loc=loc,
-        ip=ip,
-    )
-
-
-def _words(value: Any, n: int, loc: Any, ip: Any) -> list[Uint32]:
-    return [Uint32(llvm.extractvalue(T.i32(), value, [i], loc=loc, ip=ip)) for i in range(n)]
-
-
-def _struct(element: Any, n: int) -> Any:
-    return llvm.StructType.get_literal([element] * n)
-
-
 # ---------------------------------------------------------------------------------------------- loads and stores
 
 
@@ -64,16 +47,16 @@ def _struct(element: Any, n: int) -> Any:
 def lds4(addr, *, loc=None, ip=None):
     """Four words at the 32-bit shared address ``addr`` (16-byte aligned)."""
     ops = [Int32(addr).ir_value(loc=loc, ip=ip)]
-    v = asm(_struct(T.i32(), 4), ops, "ld.shared.v4.b32 {$0,$1,$2,$3},[$4];", "=r,=r,=r,=r,r", True, loc, ip)
-    return _words(v, 4, loc, ip)
+    v = asm(struct(T.i32(), 4), ops, "ld.shared.v4.b32 {$0,$1,$2,$3},[$4];", "=r,=r,=r,=r,r", True, loc, ip)
+    return words(v, 4, loc, ip)
 
 
 @dsl_user_op
 def lds2(addr, *, loc=None, ip=None):
     """Two words at the 32-bit shared address ``addr`` (8-byte aligned)."""
     ops = [Int32(addr).ir_value(loc=loc, ip=ip)]
-    v = asm(_struct(T.i32(), 2), ops, "ld.shared.v2.b32 {$0,$1},[$2];", "=r,=r,r", True, loc, ip)
-    return _words(v, 2, loc, ip)
+    v = asm(struct(T.i32(), 2), ops, "ld.shared.v2.b32 {$0,$1},[$2];", "=r,=r,r", True, loc, ip)
+    return words(v, 2, loc, ip)
 
 
 @dsl_user_op
@@ -88,15 +71,15 @@ def ldmatrix4(addr, *, loc=None, ip=None):
     """Four 8x8 b16 matrices; every lane gives the address of one 16-byte row."""
     ops = [Int32(addr).ir_value(loc=loc, ip=ip)]
     code = "ldmatrix.sync.aligned.m8n8.x4.shared.b16 {$0,$1,$2,$3},[$4];"
-    return _words(asm(_struct(T.i32(), 4), ops, code, "=r,=r,=r,=r,r", True, loc, ip), 4, loc, ip)
+    return words(asm(struct(T.i32(), 4), ops, code, "=r,=r,=r,=r,r", True, loc, ip), 4, loc, ip)
 
 
 @dsl_user_op
 def ldg4(addr, *, loc=None, ip=None):
     """Four words at the global address ``addr`` (16-byte aligned); ordered with the dependency wait."""
     ops = [Int64(addr).ir_value(loc=loc, ip=ip)]
-    v = asm(_struct(T.i32(), 4), ops, "ld.global.v4.b32 {$0,$1,$2,$3},[$4];", "=r,=r,=r,=r,l", True, loc, ip)
-    return _words(v, 4, loc, ip)
+    v = asm(struct(T.i32(), 4), ops, "ld.global.v4.b32 {$0,$1,$2,$3},[$4];", "=r,=r,=r,=r,l", True, loc, ip)
+    return words(v, 4, loc, ip)
 
 
 @dsl_user_op
@@ -125,7 +108,7 @@ def ld_volatile4(addr, *, loc=None, ip=None):
     """Poll four mailbox words. Each 32-bit word is atomic, the four together are not: check every word."""
     ops = [Int64(addr).ir_value(loc=loc, ip=ip)]
     code = "ld.volatile.global.v4.b32 {$0,$1,$2,$3},[$4];"
-    return _words(asm(_struct(T.i32(), 4), ops, code, "=r,=r,=r,=r,l", True, loc, ip), 4, loc, ip)
+    return words(asm(struct(T.i32(), 4), ops, code, "=r,=r,=r,=r,l", True, loc, ip), 4, loc, ip)
 
 
 @dsl_user_op
@@ -162,7 +145,7 @@ def mma_bf16(a, b, c, *, loc=None, ip=None):
     ops = [Uint32(v).ir_value(loc=loc, ip=ip) for v in (*a, *b)]
     ops += [Float32(v).ir_value(loc=loc, ip=ip) for v in c]
     code = "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {$0,$1,$2,$3},{$4,$5,$6,$7},{$8,$9},{$10,$11,$12,$13};"
-    v = asm(_struct(T.f32(), 4), ops, code, "=f,=f,=f,=f,r,r,r,r,r,r,f,f,f,f", False, loc, ip)
+    v = asm(struct(T.f32(), 4), ops, code, "=f,=f,=f,=f,r,r,r,r,r,r,f,f,f,f", False, loc, ip)
     return [Float32(llvm.extractvalue(T.f32(), v, [i], loc=loc, ip=ip)) for i in range(4)]
 
 
@@ -319,32 +302,6 @@ def pdl_trigger():
     cute.arch.griddepcontrol_launch_dependents()
 
 
-# ------------------------------------------------------------------------------------------ cluster shared memory
-
-
-@dsl_user_op
-def mapa(addr, rank, *, loc=None, ip=None):
-    """The cluster-window address of the 32-bit shared address ``addr`` in block ``rank`` of the cluster."""
-    ops = [Int32(addr).ir_value(loc=loc, ip=ip), Int32(rank).ir_value(loc=loc, ip=ip)]
-    return Int32(asm(T.i32(), ops, "mapa.shared::cluster.u32 $0,$1,$2;", "=r,r,r", False, loc, ip))
-
-
-@dsl_user_op
-def st_async1(addr, word, bar, *, loc=None, ip=None):
-    """Asynchronous 4-byte store to a cluster-window address; completes 4 bytes on the mbarrier at ``bar`` (same block)."""
-    ops = [Int32(v).ir_value(loc=loc, ip=ip) for v in (addr, word, bar)]
-    code = "st.async.shared::cluster.mbarrier::complete_tx::bytes.b32 [$0],$1,[$2];"
-    asm(None, ops, code, "r,r,r", True, loc, ip)
-
-
-@dsl_user_op
-def st_async2(addr, words, bar, *, loc=None, ip=None):
-    """Asynchronous 8-byte store (8-byte aligned) to a cluster-window address; completes 8 bytes on ``bar``."""
-    ops = [Int32(v).ir_value(loc=loc, ip=ip) for v in (addr, *words, bar)]
-    code = "st.async.shared::cluster.mbarrier::complete_tx::bytes.v2.b32 [$0],{$1,$2},[$3];"
-    asm(None, ops, code, "r,r,r,r", True, loc, ip)
-
-
 # --------------------------------------------------------------------------------------------- more global stores
 
 
@@ -383,60 +340,3 @@ def sts2(addr, words, *, loc=None, ip=None):
     """Store two words at the 32-bit shared address ``addr`` (8-byte aligned)."""
     ops = [Int32(addr).ir_value(loc=loc, ip=ip)] + [Uint32(w).ir_value(loc=loc, ip=ip) for w in words]
     asm(None, ops, "st.shared.v2.b32 [$0],{$1,$2};", "r,r,r", True, loc, ip)
-
-
-# ------------------------------------------------------------------------- warpgroup MMA (sm_90a only; an arch leaf)
-
-
-@cute.jit
-def wgmma_descriptor(addr):
-    """Shared-memory matrix descriptor of a K-major tile in 128-byte swizzle: 8-row groups 1024 bytes apart."""
-    return Int64((Uint32(addr) & 0x3FFFF) >> 4) | Int64((1 << 16) | (64 << 32) | (1 << 62))
-
-
-@dsl_user_op
-def wgmma_bf16(a, b, c, *, loc=None, ip=None):
-    """D[64 x 2 len(c)] = A[64 x 16] B^T + C, both operands by descriptor; ``c``: 4 floats per 8 columns.
-
-    The layout of D is :func:`mma_bf16`'s, warp w of the warpgroup holding rows 16 w to 16 w + 15. Asynchronous: issue
-    between wgmma_fence and wgmma_commit, and use the result after wgmma_wait.
-    """
-    n = len(c)
-    regs = ",".join(f"${i}" for i in range(n))
-    code = (
-        "{ .reg .pred p; setp.ne.b32 p,1,0; wgmma.mma_async.sync.aligned.m64n"
-        f"{2 * n}k16.f32.bf16.bf16 {{{regs}}},${2 * n},${2 * n + 1},p,1,1,0,0; }}"
-    )
-    ops = [Float32(v).ir_value(loc=loc, ip=ip) for v in c]
-    ops += [Int64(v).ir_value(loc=loc, ip=ip) for v in (a, b)]
-    constraints = ",".join(["=f"] * n + [str(i) for i in range(n)] + ["l", "l"])
-    v = asm(_struct(T.f32(), n), ops, code, constraints, True, loc, ip)
-    return [Float32(llvm.extractvalue(T.f32(), v, [i], loc=loc, ip=ip)) for i in range(n)]
-
-
-@dsl_user_op
-def wgmma_fence(*, loc=None, ip=None):
-    asm(None, [], "wgmma.fence.sync.aligned;", "", True, loc, ip)
-
-
-@dsl_user_op
-def wgmma_commit(*, loc=None, ip=None):
-    asm(None, [], "wgmma.commit_group.sync.aligned;", "", True, loc, ip)
-
-
-@dsl_user_op
-def wgmma_wait(pending, *, loc=None, ip=None):
-    """Wait until at most ``pending`` (a Python int) committed groups are running."""
-    asm(None, [], f"wgmma.wait_group.sync.aligned {pending};", "", True, loc, ip)
-
-
-@dsl_user_op
-def bulk_to_block(dst, src, size, bar, *, loc=None, ip=None):
-    """Bulk copy of ``size`` bytes (multiple of 16) from shared address ``src`` to another block of the cluster.
-
-    ``dst`` and ``bar`` (completed by ``size`` bytes) are cluster-window addresses of that block. Writers of the source need
-    fence_async_shared and a barrier first, and this block must live until the copy has been seen to arrive.
-    """
-    ops = [Int32(v).ir_value(loc=loc, ip=ip) for v in (dst, src, size, bar)]
-    code = "cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes [$0],[$1],$2,[$3];"
-    asm(None, ops, code, "r,r,r,r", True, loc, ip)

@@ -1,7 +1,7 @@
 """Launching compiled kernels from torch tensors: compile once, pass addresses, allocate nothing.
 
-Kernels take raw addresses (``cute.Pointer``), so a launch exports no DLPack capsules and cannot synchronise streams during
-graph capture. The launcher that owns a kernel checks shapes, dtypes and alignment; this module only moves addresses.
+Kernels take raw addresses (``cute.Pointer``), so a launch exports no DLPack capsules and cannot synchronise streams
+during graph capture. The launcher that owns a kernel checks shapes, dtypes and alignment; this module moves addresses.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def compiled(key: Any, fn: Any, args: tuple[Any, ...]) -> Any:
 def check_tensor(
     what: str, tensor: torch.Tensor, dtype: torch.dtype, shape: tuple[int | None, ...], align: int = 16
 ) -> None:
-    """Raise ValueError unless dtype, shape (None: any), inner contiguity, device and alignment are as the kernel assumes."""
+    """Raise ValueError unless dtype, shape (None: any), inner contiguity, device and alignment are as assumed."""
     ok = tensor.dim() == len(shape) and all(s is None or s == n for s, n in zip(shape, tensor.shape, strict=True))
     if tensor.dtype != dtype or not ok:
         raise ValueError(f"{what}: expected {dtype} {shape}, got {tensor.dtype} {tuple(tensor.shape)}")

@@ -1,7 +1,7 @@
 """Shapes of one rank's shard: what every kernel is compiled for. Plain data, importable without torch or CuTe.
 
-Two models: the full Kimi K3, and a small one with the real per-head dimensions (KDA 128 x 128; MLA 512 / 64 / 128 / 128)
-so that the very kernels that serve the full model can be evaluated end to end on one GPU.
+Two models: the full Kimi K3, and a small one with the real per-head dimensions (KDA 128 x 128; MLA 512 / 64 / 128 /
+128) so that the very kernels that serve the full model can be evaluated end to end on one GPU.
 """
 
 from __future__ import annotations
@@ -87,8 +87,8 @@ MODELS = {m.name: m for m in (FULL, SMALL)}
 class ProjectionShape:
     """y[m, n] = x[m, k] @ w[n, k]^T on one rank.
 
-    ``fp32_rows``: the first rows of w whose outputs stay FP32 (router logits). ``situ``: w is [gate; up], the output has
-    n/2 columns.
+    ``fp32_rows``: the first rows of w whose outputs stay FP32 (router logits). ``situ``: w is [gate; up], the output
+    has n/2 columns.
     """
 
     op: str

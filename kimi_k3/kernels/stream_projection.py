@@ -15,39 +15,24 @@ from cutlass import Int32
 from cutlass.cute.runtime import make_fake_stream, make_ptr
 
 from kimi_k3.kernels import runtime, shapes
+from kimi_k3.kernels.arch import ARCHES, of_capability
 from kimi_k3.kernels.compile import CompileCase
-from kimi_k3.kernels.contract import Contract, Parameter
 from kimi_k3.kernels.shapes import PREPARED_ROWS, ProjectionShape
 from kimi_k3.kernels.stream_projection_epilogue import SITU_BETA, SITU_LINEAR_BETA, Epilogue
+from kimi_k3.kernels.stream_projection_rows import CONTRACT as ROWS_CONTRACT
 from kimi_k3.kernels.stream_projection_rows import RowsKernel
 from kimi_k3.kernels.stream_projection_settings import Setting, setting_for, token_tiles
+from kimi_k3.kernels.stream_projection_tiles import CONTRACT as TILES_CONTRACT
 from kimi_k3.kernels.stream_projection_tiles import TilesKernel
 
-CONTRACT = Contract(
-    kernel="k3_stream_projection",
-    parameters=(
-        Parameter("w", "weight", early=True),
-        Parameter("w_up", "weight", early=True),
-        Parameter("x", "activation"),
-        Parameter("y", "output"),
-        Parameter("y32", "output"),
-        Parameter("table", "table"),
-        Parameter("ldx", "scalar"),
-        Parameter("ldy", "scalar"),
-        Parameter("ld32", "scalar"),
-        Parameter("b", "scalar"),
-        Parameter("trigger", "scalar"),
-    ),
-    wait="late",
-    trigger="after_wait",
-)
+CONTRACTS = (ROWS_CONTRACT, TILES_CONTRACT)
 
 
 def make_kernel(epilogue: Epilogue, setting: Setting, m: int) -> RowsKernel | TilesKernel:
     """The kernel object of a setting for ``m`` rows. Raises ValueError when the geometry does not divide."""
     tiles, s = token_tiles(m), setting
     if s.kind == "rows":
-        return RowsKernel(epilogue, s.rows, s.stages, s.kblk, s.ksplit, s.warps, tiles)
+        return RowsKernel(epilogue, s.rows, s.stages, s.kblk, s.ksplit, s.warps, tiles, s.reuse, s.per_sm)
     return TilesKernel(
         epilogue,
         s.rows,
@@ -77,7 +62,7 @@ def situ(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
 def reference(
     shape: ProjectionShape, x: torch.Tensor, weight: torch.Tensor, live: int = 0, dtype: torch.dtype = torch.float32
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """(y, FP32 columns or None) by torch, with the kernel's rounding points; ``dtype=float64`` without any (the oracle)."""
+    """(y, FP32 columns or None) by torch, with the kernel's rounding points; in float64 without any (the oracle)."""
     out = x.to(dtype) @ weight.to(dtype).T
     exact = dtype == torch.float64
 
@@ -95,9 +80,9 @@ def reference(
 class StreamProjection:
     """A projection of one shape, compiled and validated for every prepared batch; weights are given per call.
 
-    ``targets``: 0 stores to ``y``; T publishes to T addresses (``table`` [T, 2] int64: where this rank's BF16 and FP32 columns
-    of token 0 go in every peer's buffer). ``live``: FP32 rows that are written. Nothing is allocated, compiled or read
-    back in :meth:`run`.
+    ``targets``: 0 stores to ``y``; T publishes to T addresses (``table`` [T, 2] int64: where this rank's BF16 and FP32
+    columns of token 0 go in every peer's buffer), with ``owner_width`` each column to its owner only. ``live``: FP32
+    rows that are written. Nothing is allocated, compiled or read back in :meth:`run`.
     """
 
     def __init__(
@@ -106,15 +91,17 @@ class StreamProjection:
         rows: Sequence[int] = PREPARED_ROWS,
         targets: int = 0,
         live: int = 0,
+        owner_width: int = 0,
         settings: dict[int, Setting] | None = None,
     ) -> None:
         self.shape = shape
-        self.epilogue = Epilogue(shape, targets, live or shape.fp32_rows)
+        self.epilogue = Epilogue(shape, targets, live or shape.fp32_rows, owner_width)
         if self.epilogue.live % 2 or self.epilogue.live > shape.fp32_rows:
             raise ValueError(f"{shape.op}: live FP32 rows {live} must be even and at most {shape.fp32_rows}")
         self._code: dict[int, tuple[Any, Setting]] = {}
+        fast = of_capability(*torch.cuda.get_device_capability()).warpgroup_mma
         for m in rows:
-            setting = (settings or {}).get(m) or setting_for(shape, m)
+            setting = (settings or {}).get(m) or setting_for(shape, m, fast)
             kernel = make_kernel(self.epilogue, setting, m)
             tiles = token_tiles(m)
             key = ("stream_projection", self.epilogue, _untriggered(setting), tiles)
@@ -162,12 +149,12 @@ class StreamProjection:
         y: torch.Tensor | None = None,
         y32: torch.Tensor | None = None,
         table: torch.Tensor | None = None,
-        pitch: int = 0,
+        pitch: tuple[int, int] = (0, 0),
     ) -> None:
-        """Launch on the current stream. ``pitch``: bytes between token rows of the published slots."""
+        """Launch on the current stream. ``pitch``: elements between token rows of the published BF16 and FP32 slots."""
         code, setting = self._code[x.shape[0]]
-        ldy = pitch // 2 if y is None else y.stride(0)
-        ld32 = pitch // 4 if y32 is None else y32.stride(0)
+        ldy = pitch[0] if y is None else y.stride(0)
+        ld32 = pitch[1] if y32 is None else y32.stride(0)
         code(
             _pointer(x, torch.bfloat16),
             _pointer(weight, torch.bfloat16),
@@ -190,7 +177,7 @@ def _pointer(tensor: torch.Tensor, dtype: torch.dtype) -> Any:
 
 
 def _untriggered(s: Setting) -> tuple[Any, ...]:
-    return (s.kind, s.rows, s.stages, s.ksplit, s.kblk, s.warps, s.wm, s.wk, s.xstages)
+    return (s.kind, s.rows, s.stages, s.ksplit, s.kblk, s.warps, s.wm, s.wk, s.xstages, s.reuse, s.per_sm)
 
 
 def make_inputs(
@@ -240,11 +227,14 @@ def cases() -> dict[str, tuple[ProjectionShape, int]]:
     return out
 
 
-def compile_cases() -> dict[str, CompileCase]:
+def compile_cases(arch: str) -> dict[str, CompileCase]:
     out = {}
     for name, (shape, live) in cases().items():
-        for m in (8, 16, 32, 64):
-            targets = 8 if shape.op in ("o_proj", "moe_front") else 0
-            kernel = make_kernel(Epilogue(shape, targets, live), setting_for(shape, m), m)
-            out[f"{name}-m{m}"] = CompileCase(kernel, fake_args(), kernel.threads, kernel.smem)
+        for m in (8, 16, 32, 64) if name.startswith(shapes.FULL.name) else (8, 64):
+            targets = 8 if shape.op in ("o_proj", "moe_front", "shared_down", "dense_down") else 0
+            owner = shape.n // targets if shape.op in ("shared_down", "dense_down") else 0
+            setting = setting_for(shape, m, ARCHES[arch].warpgroup_mma)
+            kernel = make_kernel(Epilogue(shape, targets, live, owner), setting, m)
+            contract = ROWS_CONTRACT if setting.kind == "rows" else TILES_CONTRACT
+            out[f"{name}-m{m}"] = CompileCase(kernel, fake_args(), kernel.threads, kernel.smem, contract)
     return out

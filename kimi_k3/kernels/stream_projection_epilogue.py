@@ -1,7 +1,8 @@
 """Geometry and the last step of the streaming projections: what happens to a finished pair of output columns.
 
 store    y[token, column] BF16, columns of FP32 rows to a second matrix
-publish  the same words, -0 rewritten to +0, to every address of a table (mailbox slots, one per peer)
+publish  the same words, -0 rewritten to +0, to every address of a table (mailbox slots, one per peer), or, with
+         ``owner_width``, each column to the one peer that owns it
 SiTU     first gate and up are rounded and combined: beta tanh(g / beta) sigmoid(g) * lambda tanh(u / lambda)
 """
 
@@ -22,11 +23,20 @@ SITU_BETA, SITU_LINEAR_BETA = 4.0, 25.0
 
 @dataclass(frozen=True)
 class Epilogue:
-    """``targets``: 0 stores to y; T > 0 publishes to T addresses. ``live``: FP32 rows that exist (the rest is padding)."""
+    """``targets``: 0 stores to y; T > 0 publishes to T addresses. ``live``: FP32 rows that exist, the rest is padding.
+
+    ``owner_width``: 0 sends every column to every target; else target t gets columns [t width, (t + 1) width) only.
+    """
 
     shape: ProjectionShape
     targets: int = 0
     live: int = 0
+    owner_width: int = 0
+
+    def __post_init__(self) -> None:
+        if self.owner_width and (self.owner_width % 2 or self.owner_width * self.targets != self.columns):
+            owners = f"{self.targets} owners of {self.owner_width} columns"
+            raise ValueError(f"{self.shape.op}: {owners} do not cover {self.columns} columns")
 
     @property
     def columns(self) -> int:
@@ -62,13 +72,17 @@ class Output:
 
     @cute.jit
     def emit16(self, y, table, ldy, token, column, first, second):
-        offset = (Int64(token) * ldy + column) * 2
-        if cutlass.const_expr(self.epilogue.targets > 0):
+        if cutlass.const_expr(self.epilogue.owner_width > 0):
+            owner, own = column // self.epilogue.owner_width, column % self.epilogue.owner_width
+            to = cu.ldg1_64(table + Int64(16 * owner)) + (Int64(token) * ldy + own) * 2
+            cu.st_relaxed_sys1(to, cu.clean_pair(first, second))
+        elif cutlass.const_expr(self.epilogue.targets > 0):
+            offset = (Int64(token) * ldy + column) * 2
             word = cu.clean_pair(first, second)
             for t in cutlass.range_constexpr(self.epilogue.targets):
                 cu.st_relaxed_sys1(cu.ldg1_64(table + 16 * t) + offset, word)
         else:
-            cu.stg1(y + offset, cu.pack_bf16(first, second))
+            cu.stg1(y + (Int64(token) * ldy + column) * 2, cu.pack_bf16(first, second))
 
     @cute.jit
     def emit32(self, y32, table, ld32, token, column, first, second):

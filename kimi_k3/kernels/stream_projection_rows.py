@@ -1,22 +1,22 @@
-"""The streaming projection for few tokens: y[b, N] = x[b, K] @ W[N, K]^T with x in registers: b <= 8 (one n8 tile of tokens), 16 or 32.
+"""The streaming projection for few tokens: y[b, N] = x[b, K] @ W[N, K]^T, b up to 8, 16 or 32, x in registers.
 
 block     ``rows`` consecutive rows of W x one of ``ksplit`` K ranges (a cluster)
 producer  one warp: one rank-3 TMA box [rows, 64, kblk/64] of W (128-byte swizzle) per stage into a ring of ``stages``;
           the first ``stages`` boxes are issued before griddepcontrol.wait, since weights depend on no kernel
-consumers ``warps`` warps; kblk/32 of them share a stage, each takes a 32-wide K slice: one 16-byte shared load per lane and
-          8 rows of W, weights as the M operand of m16n8k16, tokens as N. The K order inside a slice is permuted alike for
-          both operands (lane 4 g + q owns the 8 consecutive k of 16-byte chunk 2 q + parity of its row), so swizzled reads
-          have no bank conflicts and x comes straight from global memory into registers, ``ahead`` stages early
+consumers ``warps`` warps; kblk/32 of them share a stage, each takes a 32-wide K slice: one 16-byte shared load per lane
+          and 8 rows of W, weights as the M operand of m16n8k16, tokens as N. The K order inside a slice is permuted
+          alike for both operands (lane 4 g + q owns the 8 consecutive k of 16-byte chunk 2 q + parity of its row), so
+          swizzled reads have no bank conflicts and x comes straight from global memory, ``ahead`` stages early
 end       the warps' partial sums, then the ranks' (sent to rank 0), in a fixed order: deterministic
 
-``trigger`` (run time): dependents are launched when the producer has that many boxes left to issue; >= all of them: right
-after the wait; -1: before the wait. Any position is safe for a successor that waits before it touches y; what differs is
-how much of the ring is still to be loaded when the successor's own loads begin to compete.
+``trigger`` (run time): dependents are launched when the producer has that many boxes left to issue; >= all of them:
+right after the wait; -1: before the wait. Any position is safe for a successor that waits before it touches y; what
+differs is how much of the ring is still to be loaded when the successor's own loads begin to compete.
 
 A SiTU projection takes rows/2 gate rows and the matching rows/2 up rows, by two boxes per stage.
 """
 
-# mypy: disable-error-code="no-untyped-def,no-untyped-call,misc"
+# mypy: disable-error-code="no-untyped-def,no-untyped-call,misc,call-overload"
 from __future__ import annotations
 
 import cutlass
@@ -26,14 +26,31 @@ from cutlass import BFloat16, Float32, Int32, Int64, Uint32, Uint64
 from cutlass.cute.nvgpu import cpasync, warpgroup
 
 from kimi_k3.kernels import cute_util as cu
+from kimi_k3.kernels.arch import padding
+from kimi_k3.kernels.contract import Contract, Parameter
 from kimi_k3.kernels.stream_projection_epilogue import Epilogue, Output
+
+CONTRACT = Contract(
+    kernel="k3_stream_projection_rows",
+    parameters=(
+        Parameter("w", "weight", early=True),
+        Parameter("w_up", "weight", early=True),
+        Parameter("x", "activation"),
+        Parameter("y", "output"),
+        Parameter("y32", "output"),
+        Parameter("table", "table"),
+        *(Parameter(name, "scalar") for name in ("ldx", "ldy", "ld32", "b", "trigger")),
+    ),
+    wait="late",
+    trigger="entry",  # a run-time choice: entry is the earliest that a setting makes it
+)
 
 
 class RowsKernel(Output):
     """``tiles``: n8 tiles of tokens, b <= 8 * tiles. Raises ValueError for a geometry that does not divide."""
 
     def __init__(self, epilogue: Epilogue, rows: int, stages: int, kblk: int = 128, ksplit: int = 1, warps: int = 8,
-                 tiles: int = 1) -> None:  # fmt: skip
+                 tiles: int = 1, reuse: bool = False, per_sm: int = 0) -> None:  # fmt: skip
         n, k, situ = epilogue.shape.n, epilogue.shape.k, epilogue.shape.situ
         self.epilogue, self.n, self.k, self.rows, self.kblk, self.ksplit = epilogue, n, k, rows, kblk, ksplit
         self.warps, self.tiles = warps, tiles
@@ -57,11 +74,13 @@ class RowsKernel(Output):
         self.blocks = -(-epilogue.columns // self.half)
         self.threads = 32 * warps + 32
         self.box = rows * kblk * 2
-        # many tokens have large partial tiles: they reuse the drained ring, at the price of one more block barrier
-        self.reuse = tiles > 1
+        # many tokens have large partial tiles: they can reuse the drained ring, at the price of one more block barrier
+        self.reuse = reuse
         partial = 4 * warps * self.tokens * self.pitch
         self.region = max(self.stages * self.box, partial) if self.reuse else self.stages * self.box + partial
         self.smem = self.region + 16 * self.stages + 8 + (4 * ksplit * self.tokens * rows if ksplit > 1 else 0)
+        extra = padding(self.smem, per_sm)
+        self.region, self.smem = self.region + extra, self.smem + extra
 
     @cute.jit
     def __call__(self, x: cute.Pointer, w: cute.Pointer, y: cute.Pointer, y32: cute.Pointer, table: cute.Pointer,
@@ -82,9 +101,9 @@ class RowsKernel(Output):
             min_blocks_per_mp=1)  # fmt: skip
 
     @cute.kernel
-    def kernel(self, w0: cute.CopyAtom, t0: cute.Tensor, w1: cute.CopyAtom, t1: cute.Tensor, layout: cute.ComposedLayout,
-               x: cute.Pointer, y: cute.Pointer, y32: cute.Pointer, table: cute.Pointer, ldx: Int32, ldy: Int32,
-               ld32: Int32, b: Int32, trigger: Int32) -> None:  # fmt: skip
+    def kernel(self, w0: cute.CopyAtom, t0: cute.Tensor, w1: cute.CopyAtom, t1: cute.Tensor,
+               layout: cute.ComposedLayout, x: cute.Pointer, y: cute.Pointer, y32: cute.Pointer, table: cute.Pointer,
+               ldx: Int32, ldy: Int32, ld32: Int32, b: Int32, trigger: Int32) -> None:  # fmt: skip
         tid, _, _ = cute.arch.thread_idx()
         rank, block, _ = cute.arch.block_idx()
         warp = cute.arch.make_warp_uniform(tid // 32)
@@ -107,7 +126,7 @@ class RowsKernel(Output):
                 cute.arch.mbarrier_init(bars + S + s, self.wps)
             cute.arch.mbarrier_init(bars + 2 * S, 1)
             cute.arch.mbarrier_init_fence()
-            if cutlass.const_expr(self.ksplit > 1):
+            if cutlass.const_expr(self.ksplit > 1):  # noqa: SIM102 - compile time outside, run time inside
                 if rank == 0:
                     sources: cutlass.Constexpr = self.ksplit - 1 if self.reuse else self.ksplit
                     cute.arch.mbarrier_arrive_and_expect_tx(bars + 2 * S, b * (sources * self.rows * 4))
@@ -278,4 +297,4 @@ class RowsKernel(Output):
         cute.copy(atom, gp, sp, tma_bar_ptr=bar, cache_policy=Int64(cu.EVICT_FIRST))
 
 
-RowsKernel.kernel.set_name_prefix("k3_stream_projection", keep_mangled_name=False)
+RowsKernel.kernel.set_name_prefix("k3_stream_projection_rows", keep_mangled_name=False)

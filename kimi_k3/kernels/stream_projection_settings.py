@@ -1,11 +1,11 @@
-"""Which kernel and geometry serves a projection shape at a batch: measured settings first, a rule for every other shape.
+"""Which kernel and geometry serves a projection shape at a batch: measured settings, and a rule for other shapes.
 
 Plain data, importable without torch or CuTe.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from kimi_k3.kernels.shapes import ProjectionShape
 
@@ -15,9 +15,9 @@ CO_RESIDENT = 104 * 1024
 
 @dataclass(frozen=True)
 class Setting:
-    """``kind`` rows: kernel for few tokens; tiles: x in shared memory. ``trigger``: see the kernels.
+    """``kind`` rows: x in registers; tiles, wgmma: x in shared memory, by mma.sync or warpgroup MMA.
 
-    ``warps`` and ``kblk`` are of the rows kernel unless the kind is tiles, which has wm x wk warps.
+    ``warps`` belongs to the rows kernel, ``wm`` x ``wk`` warps and ``xstages`` to the others. ``trigger``: see there.
     """
 
     kind: str
@@ -30,6 +30,8 @@ class Setting:
     wk: int = 1
     trigger: int = 4
     xstages: int = 0  #: ring of x, tiles kernel; 0: as deep as W's
+    reuse: bool = False  #: rows kernel: partial tiles reuse the ring's memory, rank sums travel by bulk copy
+    per_sm: int = 0  #: blocks that may share an SM, by unused shared memory; 0: as many as fit
 
 
 def token_tiles(m: int) -> int:
@@ -69,7 +71,7 @@ TUNED: dict[tuple[int, int, bool], dict[int, Setting]] = {
         1: Setting("rows", 16, 4, ksplit=4, kblk=256, trigger=3),
         2: Setting("wgmma", 128, 5, ksplit=8, kblk=64, trigger=2),
         4: Setting("wgmma", 128, 5, ksplit=8, kblk=64, wm=8, trigger=2),
-        8: Setting("wgmma", 128, 4, ksplit=8, kblk=64, trigger=2),
+        8: Setting("wgmma", 128, 4, ksplit=8, kblk=64, trigger=3),
     },
     (2304, 1536, False): {
         1: Setting("rows", 32, 4, ksplit=3, trigger=-1),
@@ -85,15 +87,15 @@ TUNED: dict[tuple[int, int, bool], dict[int, Setting]] = {
     },
     (3216, 7168, False): {
         1: Setting("rows", 32, 12, ksplit=2, trigger=8),
-        2: Setting("rows", 32, 5, ksplit=2, kblk=256, trigger=3),
-        4: Setting("wgmma", 64, 8, ksplit=4, kblk=64, trigger=2),
+        2: Setting("wgmma", 64, 5, ksplit=4, xstages=5, trigger=3),
+        4: Setting("wgmma", 64, 8, ksplit=4, kblk=64, trigger=3),
         8: Setting("wgmma", 64, 3, ksplit=4, trigger=-1),
     },
     (3648, 7168, False): {
         1: Setting("rows", 32, 12, ksplit=2, trigger=2),
-        2: Setting("wgmma", 64, 10, ksplit=2, kblk=64, trigger=2),
-        4: Setting("wgmma", 64, 8, ksplit=2, kblk=64, trigger=2),
-        8: Setting("wgmma", 64, 6, ksplit=4, kblk=64, trigger=2),
+        2: Setting("rows", 32, 10, ksplit=2, reuse=True, trigger=3),
+        4: Setting("wgmma", 64, 8, ksplit=2, kblk=64, trigger=3),
+        8: Setting("wgmma", 64, 6, ksplit=4, kblk=64, trigger=3),
     },
     (4224, 7168, True): {
         1: Setting("rows", 32, 12, ksplit=2, trigger=2),
@@ -102,7 +104,7 @@ TUNED: dict[tuple[int, int, bool], dict[int, Setting]] = {
         8: Setting("wgmma", 128, 3, ksplit=4, kblk=64, wm=8, trigger=2),
     },
     (6288, 7168, False): {
-        1: Setting("rows", 48, 8, ksplit=2, warps=4, trigger=8),
+        1: Setting("rows", 48, 8, ksplit=2, warps=4),
         2: Setting("rows", 32, 6, ksplit=2, warps=4, trigger=2),
         4: Setting("wgmma", 64, 6, ksplit=2, kblk=64, trigger=-1),
         8: Setting("wgmma", 64, 3, ksplit=2, trigger=-1),
@@ -117,11 +119,11 @@ TUNED: dict[tuple[int, int, bool], dict[int, Setting]] = {
         1: Setting("rows", 32, 3, kblk=256, trigger=-1),
         2: Setting("wgmma", 64, 6, ksplit=2, kblk=64, trigger=-1),
         4: Setting("wgmma", 64, 8, kblk=64, trigger=2),
-        8: Setting("wgmma", 64, 6, kblk=64, trigger=2),
+        8: Setting("wgmma", 64, 6, ksplit=2, kblk=64, xstages=3, trigger=1000),
     },
     (7168, 1536, False): {
         1: Setting("rows", 24, 4, kblk=256, trigger=-1),
-        2: Setting("rows", 32, 4, kblk=256, trigger=3),
+        2: Setting("rows", 32, 4, kblk=256, reuse=True, trigger=3),
         4: Setting("wgmma", 64, 8, kblk=64, trigger=2),
         8: Setting("wgmma", 64, 6, kblk=64, trigger=2),
     },
@@ -141,7 +143,7 @@ TUNED: dict[tuple[int, int, bool], dict[int, Setting]] = {
         1: Setting("rows", 32, 10, trigger=8),
         2: Setting("rows", 32, 9, warps=4, trigger=1000),
         4: Setting("wgmma", 128, 5, ksplit=2, kblk=64, wm=8, trigger=2),
-        8: Setting("wgmma", 128, 4, ksplit=2, kblk=64, wm=8, trigger=2),
+        8: Setting("wgmma", 128, 5, ksplit=2, kblk=64, xstages=3, trigger=-1),
     },
     (10240, 7168, False): {
         1: Setting("rows", 80, 4, ksplit=2, warps=4, trigger=2),
@@ -153,13 +155,16 @@ TUNED: dict[tuple[int, int, bool], dict[int, Setting]] = {
         1: Setting("rows", 80, 4, warps=4, trigger=8),
         2: Setting("rows", 80, 4, warps=4, trigger=8),
         4: Setting("rows", 80, 3, warps=4, trigger=-1),
-        8: Setting("wgmma", 128, 3, kblk=64, trigger=1000),
+        8: Setting("wgmma", 192, 3, ksplit=2, kblk=64, xstages=3, trigger=-1),
     },
 }
 
 
-def setting_for(shape: ProjectionShape, m: int) -> Setting:
-    """The setting for ``m`` rows. Raises ValueError for a shape that no kernel serves."""
+def setting_for(shape: ProjectionShape, m: int, warpgroup_mma: bool = True) -> Setting:
+    """The setting for ``m`` rows. Raises ValueError for a shape that no kernel serves.
+
+    Without ``warpgroup_mma`` (every architecture but sm_90a) the same geometry runs on mma.sync.
+    """
     if shape.k % 64 or shape.k < 128:
         raise ValueError(f"{shape.op}: K {shape.k} must be a multiple of 64 and at least 128")
     if shape.n % (16 if shape.situ else 8) or shape.fp32_rows % 8:
@@ -167,7 +172,8 @@ def setting_for(shape: ProjectionShape, m: int) -> Setting:
     tiles = token_tiles(m)
     tuned = TUNED.get((shape.n, shape.k, shape.situ), {})
     if tiles in tuned:
-        return tuned[tiles]
+        s = tuned[tiles]
+        return replace(s, kind="tiles") if s.kind == "wgmma" and not warpgroup_mma else s
     return _few(shape) if tiles == 1 else _many(shape, tiles)
 
 

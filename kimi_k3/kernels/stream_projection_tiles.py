@@ -3,19 +3,18 @@
 With b tokens every block reads K b elements of x from L2 beside its K rows elements of W, so blocks must own many rows:
 ``rows`` rows of W x one of ``ksplit`` K ranges (a cluster), which keeps the number of blocks near the number of SMs.
 
-producer  one warp: per stage one TMA box [rows, kblk] of W and one [tokens, kblk] of x, one barrier for both. x has a shorter
-          ring (``xstages``): it comes from L2, and what counts while the predecessor ends is how much of W is under way.
-          The first ``stages`` W boxes are issued before griddepcontrol.wait, x after it
-consumers wm x wk warps; a warp multiplies rows/wm rows with all tokens over every wk-th 32-wide K slice of a stage. Same
-          permuted K order as the kernel for few tokens: both operands are 16-byte conflict-free reads, no ldmatrix.
+producer  one warp: per stage one TMA box [rows, kblk] of W and one [tokens, kblk] of x, one barrier for both. x may
+          have a shorter ring (``xstages``). The first ``stages`` W boxes are issued before griddepcontrol.wait, x after
+consumers wm x wk warps; a warp multiplies rows/wm rows with all tokens over every wk-th 32-wide K slice of a stage.
+          Same permuted K order as the kernel for few tokens: 16-byte conflict-free reads of both operands, no ldmatrix.
           On sm_90a optionally wm/4 warpgroups with wgmma, which reads both operands from shared memory itself
-end       rank r owns 1/ksplit of the rows: every block puts its partial rows into its drained ring and sends each owner its
-          slab by one bulk copy; the owner adds the slabs in (rank, warp) order and emits. Deterministic
+end       rank r owns 1/ksplit of the rows: every block puts its partial rows into its drained ring and sends each owner
+          its slab by one bulk copy; the owner adds the slabs in (rank, warp) order and emits. Deterministic
 
 Rows of x beyond b are outside the tensor map and read as zeros. ``trigger`` as in the kernel for few tokens.
 """
 
-# mypy: disable-error-code="no-untyped-def,no-untyped-call,misc"
+# mypy: disable-error-code="no-untyped-def,no-untyped-call,misc,call-overload"
 from __future__ import annotations
 
 import cutlass
@@ -25,7 +24,25 @@ from cutlass import BFloat16, Float32, Int32, Int64, Uint64
 from cutlass.cute.nvgpu import cpasync, warpgroup
 
 from kimi_k3.kernels import cute_util as cu
+from kimi_k3.kernels.arch import padding
+from kimi_k3.kernels.contract import Contract, Parameter
 from kimi_k3.kernels.stream_projection_epilogue import Epilogue, Output
+
+CONTRACT = Contract(
+    kernel="k3_stream_projection_tiles",
+    parameters=(
+        Parameter("w", "weight", early=True),
+        Parameter("w_up", "weight", early=True),
+        Parameter("x", "activation"),
+        Parameter("x_rows", "scalar"),
+        Parameter("y", "output"),
+        Parameter("y32", "output"),
+        Parameter("table", "table"),
+        *(Parameter(name, "scalar") for name in ("ldy", "ld32", "b", "trigger")),
+    ),
+    wait="late",
+    trigger="entry",  # a run-time choice: entry is the earliest that a setting makes it
+)
 
 
 class TilesKernel(Output):
@@ -33,7 +50,7 @@ class TilesKernel(Output):
 
     def __init__(self, epilogue: Epilogue, rows: int, stages: int, kblk: int = 64, ksplit: int = 1, wm: int = 4,
                  wk: int = 2, tiles: int = 2, ldx: int = 0, warpgroup_mma: bool = False,
-                 xstages: int = 0) -> None:  # fmt: skip
+                 xstages: int = 0, per_sm: int = 0) -> None:  # fmt: skip
         n, k, situ = epilogue.shape.n, epilogue.shape.k, epilogue.shape.situ
         self.epilogue, self.n, self.k, self.rows, self.kblk, self.ksplit = epilogue, n, k, rows, kblk, ksplit
         self.wm, self.wk, self.tiles, self.ldx, self.wgmma = wm, wk, tiles, ldx or k, warpgroup_mma
@@ -62,6 +79,8 @@ class TilesKernel(Output):
             self.stages * self.wbox + self.xstages * self.xbox, 4 * (ksplit + (ksplit > 1) * ksplit) * wk * self.slab
         )
         self.smem = self.region + 16 * self.stages + 8
+        extra = padding(self.smem, per_sm)
+        self.region, self.smem = self.region + extra, self.smem + extra
         self.blocks = -(-epilogue.columns // self.half)
         self.threads = 32 * self.warps + 32
 
@@ -153,9 +172,8 @@ class TilesKernel(Output):
         cute.arch.sync_threads()
         if cutlass.const_expr(self.ksplit > 1):
             cute.arch.cluster_wait()
-            if tid < self.ksplit:
-                if tid != rank:
-                    self.send(ring, bars + 2 * S, rank, tid)
+            if (tid < self.ksplit) & (tid != rank):
+                self.send(ring, bars + 2 * S, rank, tid)
             cu.wait_cluster(bars + 2 * S, 0)
             cute.arch.cluster_arrive_relaxed()  # what was sent to this block has arrived
         self.finish(ring, y.toint(), y32.toint(), table.toint(), ldy, ld32, b, rank, block, tid)
@@ -220,14 +238,13 @@ class TilesKernel(Output):
                             acc[m, t, v] = d[4 * t + v]
             cu.wgmma_commit()
             cu.wgmma_wait(1)
-            if i > 0:
-                if lane == 0:
-                    cute.arch.mbarrier_arrive(bars + S + (i - 1) % S)
+            if (i > 0) & (lane == 0):
+                cute.arch.mbarrier_arrive(bars + S + (i - 1) % S)
         cu.wgmma_wait(0)
 
     @cute.jit
     def block_offset(self, j8, sub):
-        """Byte offset of 8-row block ``j8``, 64-wide sub-block ``sub``: boxes of ``half`` rows, each [kblk/64][half][64]."""
+        """Byte offset of 8-row block ``j8``, 64-wide sub-block ``sub``: boxes of ``half`` rows, [kblk/64][half][64]."""
         if cutlass.const_expr(self.halves == 1):
             return sub * (self.rows * 128) + j8 * 1024
         per: cutlass.Constexpr = self.half // 8
@@ -235,8 +252,8 @@ class TilesKernel(Output):
 
     @cute.jit
     def keep(self, ring, acc, rank, warp, lane):
-        """A warp's accumulators to shared memory as slabs [gate | up][column][token]: received ones first (one per source,
-        this block's own in place), then the outgoing ones of every owner."""
+        """A warp's accumulators to shared memory as slabs [gate | up][column][token]: received ones first (one per
+        source, this block's own in place), then the outgoing ones of every owner."""
         g, q = lane // 4, lane % 4
         wm, wk = warp % self.wm, warp // self.wm
         local = Int32(ring.toint())

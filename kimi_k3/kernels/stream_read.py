@@ -1,10 +1,10 @@
 """A kernel that only reads: the memory floor that every other kernel is compared with.
 
-Each block copies its share of a buffer into a ring in shared memory with bulk copies and looks at none of it, so nothing
-but the memory system limits it. ``reads``: 16 KB chunks per block are interleaved over the grid.
+Each block copies its share of a buffer into a ring in shared memory with bulk copies and looks at none of it, so
+nothing but the memory system limits it. The 16 KB chunks of a block are interleaved over the grid.
 """
 
-# mypy: disable-error-code="no-untyped-def,no-untyped-call,misc"
+# mypy: disable-error-code="no-untyped-def,no-untyped-call,misc,call-overload"
 from __future__ import annotations
 
 from typing import Any
@@ -59,15 +59,13 @@ class ReadKernel:
             s = i % S
             if i >= S:
                 wait_uniform(bars + s, (i // S - 1) % 2)
-            if i < mine:
-                if tid == 0:
-                    cute.arch.mbarrier_arrive_and_expect_tx(bars + s, CHUNK)
-                    source = data + Int64(block + i * self.blocks) * CHUNK
-                    prims.cp_async_bulk_shared_cluster_global(ring.iterator + s * CHUNK, source, bars + s, CHUNK)
-            if (i >= mine) & (i < S):
-                # fewer chunks than slots: complete the barrier that the drain below waits for
-                if tid == 0:
-                    cute.arch.mbarrier_arrive(bars + s)
+            if (i < mine) & (tid == 0):
+                cute.arch.mbarrier_arrive_and_expect_tx(bars + s, CHUNK)
+                source = data + Int64(block + i * self.blocks) * CHUNK
+                prims.cp_async_bulk_shared_cluster_global(ring.iterator + s * CHUNK, source, bars + s, CHUNK)
+            if (i >= mine) & (i < S) & (tid == 0):
+                # fewer chunks than slots: complete the barrier that the drain waits for
+                cute.arch.mbarrier_arrive(bars + s)
 
 
 ReadKernel.kernel.set_name_prefix("k3_stream_read", keep_mangled_name=False)
@@ -80,4 +78,4 @@ def build(blocks: int = 264, stages: int = 6) -> tuple[Any, tuple[Any, ...]]:
 
 def compile_cases() -> dict[str, CompileCase]:
     kernel, args = build()
-    return {"read": CompileCase(kernel, args, 32, kernel.smem)}
+    return {"read": CompileCase(kernel, args, 32, kernel.smem, CONTRACT)}
