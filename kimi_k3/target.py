@@ -24,6 +24,7 @@ from fasttrack.target import (
     Limits,
     NumericsCase,
     Request,
+    RoutingStep,
     TargetDescription,
 )
 from kimi_k3 import names
@@ -83,8 +84,13 @@ class EmbeddedTargetEngine:
     def __init__(
         self, engine: EmbeddedEngine, checkpoint: Checkpoint, devices: Sequence[str], config: Mapping[str, Any]
     ):
+        from kimi_k3.reference.routing import RoutingTap
+
         self.engine, self.checkpoint = engine, checkpoint
         self._devices, self._config = tuple(devices), config
+        self._tap = RoutingTap(engine.model, engine.executor)
+        self._routing: list[RoutingStep] = []
+        self._recording = False
 
     def info(self) -> EngineInfo:
         config = self.checkpoint.config
@@ -115,13 +121,34 @@ class EmbeddedTargetEngine:
     ) -> list[Completion]:
         from kimi_k3.reference.requests import RequestError
 
+        def after_step(index: int) -> None:
+            if self._recording:
+                chosen = self._tap.take(self.engine.last_entry.rows)
+                self._routing += [RoutingStep(run, index, layer, experts) for layer, experts in chosen.items()]
+            if on_step is not None:
+                on_step(index)
+
         try:
             done = self.engine.generate(
-                [_request(r) for r in requests], run=run, keep_logits=keep_logits, on_step=on_step
+                [_request(r) for r in requests], run=run, keep_logits=keep_logits, on_step=after_step
             )
         except RequestError as error:
             raise UsageError(str(error)) from None
         return [Completion(**vars(c)) for c in done]
+
+    def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
+        from kimi_k3.reference.tokenizer import encode_chat
+
+        return encode_chat(self.engine.codec, messages)
+
+    def record_routing(self, on: bool) -> None:
+        self._recording = on and not self.engine.options.draft_length
+        self._routing.clear()
+        self._tap.switch(self._recording)
+
+    def drain_routing(self) -> list[RoutingStep]:
+        drained, self._routing = self._routing, []
+        return drained
 
     def drain_ledger(self) -> list[LedgerStep]:
         return [LedgerStep(**vars(entry)) for entry in self.engine.drain_ledger()]
@@ -205,6 +232,7 @@ class KimiK3Target:
 
         from kimi_k3.reference.checkpoint import CheckpointError
         from kimi_k3.reference.engine import EmbeddedEngine
+        from kimi_k3.reference.grammar import Grammars
         from kimi_k3.reference.loading import open_checkpoint
         from kimi_k3.reference.options import OptionError
 
@@ -220,7 +248,11 @@ class KimiK3Target:
             rejection = _rejection(spec, options)
             model = _model(checkpoint, precision, tp, options["device"])
             drafter, about = _drafter(spec, options, model)
-            engine = EmbeddedEngine(model, checkpoint.codec, engine_options, drafter=drafter, rejection=rejection)
+            config, codec = checkpoint.config, checkpoint.codec
+            grammars = Grammars(codec, config.vocab_size, config.eos_token_id)
+            engine = EmbeddedEngine(
+                model, codec, engine_options, drafter=drafter, rejection=rejection, grammar=grammars
+            )
         except (OptionError, CheckpointError) as error:
             raise UsageError(str(error), where="engine.options") from None
         unsaid = {"threads", "max_context", *(() if spec.draft_length else DRAFT_OPTIONS)}

@@ -133,6 +133,7 @@ class OpContext:
     debug: bool = False  #: readers of mailboxes raise on missing publications
     providers: dict[str, Provider] = field(default_factory=dict)
     calls: Counter[str] = field(default_factory=Counter)
+    chosen: list[Tensor] | None = None  #: rank 0's expert ids [M, K] of every ``route``, while somebody wants them
     handle: int = field(init=False)
     _prepared: dict[tuple[int, str], tuple[Tensor, Any]] = field(default_factory=dict)
 
@@ -150,6 +151,7 @@ class OpContext:
         return found[1]
 
 
+_ROUTE_IDS = 4  #: place of ``ids`` among the arguments of ``route``
 _HANDLES = count(1)
 _CONTEXTS: weakref.WeakValueDictionary[int, OpContext] = weakref.WeakValueDictionary()
 
@@ -158,6 +160,8 @@ def _dispatch(op: str, handle: int, *args: Any) -> None:
     context = _CONTEXTS[handle]
     context.calls[op] += 1
     context.providers[op].run(context, *args)
+    if op == "route" and context.chosen is not None:
+        context.chosen.append(args[_ROUTE_IDS][0].clone())
 
 
 def _no_data(*args: Any) -> None:

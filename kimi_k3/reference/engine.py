@@ -171,6 +171,11 @@ class EmbeddedEngine:
             raise
         return [state.completion() for state in states]
 
+    @property
+    def last_entry(self) -> StepEntry:
+        """The ledger's newest step; IndexError once it was drained."""
+        return self._ledger[-1]
+
     def drain_ledger(self) -> list[StepEntry]:
         """The steps since the last call, oldest first."""
         drained, self._ledger = self._ledger, []
@@ -198,9 +203,6 @@ class EmbeddedEngine:
     def submit(self, request: GenerationRequest, *, keep_logits: bool = False) -> RequestState:
         """Queue a request, to be admitted ``arrival_step`` steps from now at the earliest."""
         check_request(request, self.model.config.vocab_size)
-        structured = request.sampling.structured
-        if structured is not None and self.grammar is None:
-            raise RequestError(f"request {request.id!r}: structured output, expected an engine with a grammar backend")
         active = [*self.scheduler.running, *self.scheduler.waiting]
         if any(state.request.id == request.id for state in active):
             raise RequestError(f"request {request.id!r}: already active, expected a new id")
@@ -209,11 +211,22 @@ class EmbeddedEngine:
             order=self._submitted,
             arrival=self.scheduler.clock + request.arrival_step,
             keep_logits=keep_logits,
-            mask=self.grammar(structured) if structured is not None and self.grammar else None,
+            mask=self._mask(request),
         )
         self.scheduler.add(state)
         self._submitted += 1
         return state
+
+    def _mask(self, request: GenerationRequest) -> TokenMask | None:
+        structured = request.sampling.structured
+        if structured is None:
+            return None
+        try:
+            if self.grammar is None:
+                raise RequestError("structured output, expected an engine with a grammar backend")
+            return self.grammar(structured)
+        except RequestError as error:
+            raise RequestError(f"request {request.id!r}: {error}") from None
 
     def abort(self, states: Iterable[RequestState]) -> None:
         """End requests where they are; finished ones are left alone."""

@@ -128,6 +128,7 @@ class LatentMoE:
         )
         self.experts = Experts(config, weights, precision, tp, cached)
         self.shared = DenseMLP(config, weights.shared, precision, tp)
+        self.chosen: list[Tensor] | None = None  #: expert ids [T, k] of every call, while somebody wants them
 
     def route(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """[T, H] -> expert ids and weights [T, k]. The logits are not rounded."""
@@ -137,6 +138,8 @@ class LatentMoE:
         """[T, H] -> [T, H]. The latent norm is not linear: it comes after the sum over ranks."""
         rounded = self.precision.rounded
         ids, weights = self.route(x)
+        if self.chosen is not None:
+            self.chosen.append(ids)
         partials = self.experts(linear(x, self.latent_down, self.precision), ids, weights)
         latent = rounded(sum_ranks(partials))
         normed = rounded(rms_norm(latent, self.latent_norm, self.eps))
