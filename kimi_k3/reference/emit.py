@@ -50,8 +50,9 @@ def sampler_rows(scheduled: ScheduledRequest, vocab: int, eos: int) -> tuple[lis
     for j in range(1 + len(drafts)):
         allowed = mask([*state.output, *drafts[:j]]) if mask is not None else None
         if state.emitted + j < params.min_tokens:
-            allowed = torch.ones(vocab, dtype=torch.bool) if allowed is None else allowed.clone()
-            allowed[[eos, *params.stop_token_ids]] = False
+            longer = torch.ones(vocab, dtype=torch.bool) if allowed is None else allowed.clone()
+            longer[[eos, *params.stop_token_ids]] = False
+            allowed = longer if allowed is None or bool(longer.any()) else allowed  # a complete grammar only ends
         if j < len(drafts) and allowed is not None and not allowed[drafts[j]]:
             judged[j:] = [PLACEHOLDER] * (len(drafts) - j)
             mask = None  # what would follow it is never used

@@ -82,10 +82,13 @@ class TextCodec:
         byte_of = {character: byte for byte, character in enumerate(_alphabet())}
         added = set(self.tokenizer.get_added_tokens_decoder())
         self._bytes: list[bytes] = []
+        self._text: list[bytes] = []
         for token_id in range(self.vocab_size):
             token = self.tokenizer.id_to_token(token_id) or ""
             bytewise = token_id not in added and all(c in byte_of for c in token)
             self._bytes.append(bytes(byte_of[c] for c in token) if bytewise else token.encode())
+            placeholder = token_id in added or token.startswith("<|reserved_")
+            self._text.append(b"" if placeholder else self._bytes[-1])
 
     @staticmethod
     def load(folder: Path) -> TextCodec:
@@ -104,6 +107,10 @@ class TextCodec:
     def token_bytes(self, token_id: int) -> bytes:
         """The bytes of one token; a special token's are its spelling. May be part of a character."""
         return self._bytes[token_id]
+
+    def text_bytes(self, token_id: int) -> bytes:
+        """The bytes a token stands for in ordinary text; none for special and reserved tokens."""
+        return self._text[token_id]
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Text, special tokens included; bytes that are not UTF-8 become U+FFFD."""
