@@ -12,7 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kimi_k3.decode import registry
 from kimi_k3.decode.executor import Executor
+from kimi_k3.decode.ops import OpContext
+from kimi_k3.decode.registry import Provider
 from kimi_k3.reference.batch import RequestRows, StepBatch, build_batch
 from kimi_k3.reference.cache import Caches
 from kimi_k3.reference.config import PRESETS
@@ -135,3 +138,35 @@ def all_tensors(caches: Caches) -> list[Tensor]:
 
 def same_bits(a: Tensor, b: Tensor) -> bool:
     return torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
+
+
+def worst(a: Caches, b: Caches) -> float:
+    """Largest difference of two sets of caches; NaN must be in the same places."""
+    pairs = zip(all_tensors(a), all_tensors(b), strict=True)
+    assert all(torch.equal(x.isnan(), y.isnan()) for x, y in pairs)
+    pairs = zip(all_tensors(a), all_tensors(b), strict=True)
+    return max(float((x - y).nan_to_num().abs().max()) for x, y in pairs)
+
+
+def _provider(op: str, change: Callable[[tuple[Any, ...]], None], after: bool) -> dict[str, Provider]:
+    registry.load("torch")
+    real = registry._PROVIDERS[op]["torch"].run
+
+    def run(context: OpContext, *args: Any) -> None:
+        if not after:
+            change(args)
+        real(context, *args)
+        if after:
+            change(args)
+
+    return {op: Provider(op, "torch", run)}
+
+
+def spoiled_after(op: str, change: Callable[[tuple[Any, ...]], None]) -> dict[str, Provider]:
+    """A provider that does what torch does, then ``change``s the arguments."""
+    return _provider(op, change, after=True)
+
+
+def spoiled_before(op: str, change: Callable[[tuple[Any, ...]], None]) -> dict[str, Provider]:
+    """A provider that ``change``s the arguments, then does what torch does."""
+    return _provider(op, change, after=False)
