@@ -1,7 +1,7 @@
 """Timing of the attention residual on one GPU: graph replays over sites with their own buffers (cold L2).
 
-``python -m benchmarks.h200.attn_res --out FILE [--sweep]``: pre-attention with eight saved blocks (the most) and with one,
-and the final site, rows 1 .. 64. ``--sweep`` times every candidate geometry.
+``python -m benchmarks.h200.attn_res --out FILE [--sweep]``: pre-attention with eight saved blocks (the most) and with
+one, a block opener, the final site; rows 1 .. 64. ``--sweep`` times every candidate geometry.
 """
 
 from __future__ import annotations

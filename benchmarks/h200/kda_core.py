@@ -60,8 +60,8 @@ class Layers:
         made = []
         for i in range(self.count):
             p = PreparedKdaCore(
-                self.f_b[i], self.conv_weight[i], self.a_log[i].clone(), self.dt_bias[i], self.norm[i], pitch=self.pitch,
-                tokens=self.tokens, columns=self.columns, settings=lambda *_: settings,
+                self.f_b[i], self.conv_weight[i], self.a_log[i].clone(), self.dt_bias[i], self.norm[i],
+                pitch=self.pitch, tokens=self.tokens, columns=self.columns, settings=lambda *_: settings,
             )  # fmt: skip
             p.kernel = kernel  # type: ignore[misc]
             p.prepare([self.requests])
@@ -71,25 +71,20 @@ class Layers:
 
 def candidates(heads: int, tokens: int, requests: int) -> list[Settings]:
     """Every geometry that could pay for this many (head, request) pairs."""
-    items = heads * requests
+    pairs = heads * requests
     found = []
-    if items >= 48:
-        found += [Settings(lanes=16), Settings(lanes=16, rows_per_pass=4)]
-    if items <= 192:
-        found.append(Settings(cluster=2, lanes=16))
-    if items <= 96:
-        found.append(Settings(cluster=4, lanes=16, rows_per_pass=4))
-    if items <= 48:
-        found.append(Settings(cluster=8, lanes=16, rows_per_pass=2))
-    if tokens == 1:
-        if items >= 48:
-            found += [Settings(lanes=16, bulk_store=True), Settings(lanes=16, rows_per_pass=4, bulk_store=True)]
-        for units in (2, 3):
-            if items >= 96 * units:
-                found += [Settings(lanes=16, units=units), Settings(lanes=16, units=units, stages=3)]
-                found.append(Settings(lanes=16, units=units, stages=3, bulk_store=True))
-        if items >= 384:
-            found.append(Settings(lanes=16, units=min(6, items // 128), stages=6, occupancy=1))
+    if pairs >= 48:
+        found += [Settings(lanes=n, occupancy=o) for n in (8, 16) for o in (2, 3)]
+    if pairs > 132 and tokens == 1:
+        found += [Settings(lanes=n, resident=r) for n in (8, 16) for r in (1, 2)]
+        found += [Settings(resident=2, store_hint=EVICT_FIRST), Settings(resident=2, load_hint=0)]
+        found += [Settings(resident=2, trigger="end")]
+    if pairs <= 192:
+        found += [Settings(cluster=2, lanes=n) for n in (8, 16)]
+    if pairs <= 96:
+        found += [Settings(cluster=4, lanes=n, rows_per_pass=4) for n in (8, 16)]
+    if pairs <= 24:
+        found += [Settings(cluster=8, lanes=16, rows_per_pass=2), Settings(cluster=8, warps=4, rows_per_pass=4)]
     return found
 
 
@@ -104,17 +99,18 @@ def ablations() -> dict[str, type[KdaCore]]:
         "recurrence": ("advance",),
         "stores": ("store_rows",),
         "gates": ("gate_weights", "gates"),
-        "convolution": ("conv_weights", "job_taps", "convolve", "shift"),
+        "convolution": ("conv_weights", "conv_taps", "convolve", "shift"),
     }
     parts["all but state traffic"] = (*parts["recurrence"], *parts["gates"], *parts["convolution"], "norm")
     return {
-        f"without {name}": type("Ablated", (KdaCore,), dict.fromkeys(steps, _Nothing.skip)) for name, steps in parts.items()
+        f"without {name}": type("Ablated", (KdaCore,), dict.fromkeys(steps, _Nothing.skip))
+        for name, steps in parts.items()
     }
 
 
 def describe(s: Settings) -> str:
     hints = f"{'l' * (s.load_hint > 0)}{'s' * (s.store_hint > 0)}"
-    return f"c{s.cluster}w{s.warps}L{s.lanes}p{s.rows_per_pass}o{s.occupancy}u{s.units}g{s.stages}{'b' * s.bulk_store} {hints} {s.trigger}"
+    return f"c{s.cluster}w{s.warps}L{s.lanes}p{s.rows_per_pass}o{s.occupancy}r{s.resident} {hints} {s.trigger}"
 
 
 def measure(

@@ -1,19 +1,22 @@
-"""Attention residual: the input of a sub-layer as a normalised softmax mixture over the saved blocks and the prefix.
+"""Attention residual: the input of a sub-layer, a normalised softmax mixture over the saved blocks and the prefix.
 
-One kernel does, per token: p = bf16(prefix + delta) (or p = delta, or p = prefix), stored back; optionally a copy of p as a
-new block and as a drafter's tap; logits rsqrt(mean s^2 + eps) * (s . query) of every saved block s and of p; softmax; the
-mixture of the raw sources; RMS norm times gamma, one BF16 rounding. The final site rounds the mixture before its norm.
+One kernel does, per token: p = bf16(prefix + delta) (or p = delta, or p = prefix), stored back; optionally a copy of p
+as a new block and as a drafter's tap; logits rsqrt(mean s^2 + eps) * (s . query) of every saved block s and of p;
+softmax; the mixture of the raw sources; RMS norm times gamma, one BF16 rounding. The final site rounds the mixture
+before its norm.
 
-  grid    (cluster, rows): the blocks of a cluster share a token's columns, every thread holds ``vectors`` x 8 columns of
-          every source in registers, so that each source is read once.
+  grid    (cluster, rows): the blocks of a cluster share a token's columns, every thread holds ``vectors`` x 8 columns
+          of every source in registers, so that each source is read once.
   early   saved blocks, prefix, query and gamma are read, and the blocks' sums formed, before the dependency wait.
-  sums    per warp, then over all warps of the cluster in a fixed order: through shared memory, across blocks with st.async.
+  sums    per warp, then over all warps of the cluster in a fixed order: through shared memory, across blocks by
+          st.async.
 """
 
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,misc"
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import cutlass
 import cutlass.cute as cute
@@ -22,12 +25,13 @@ from cutlass import Float32, Int32, Int64, Uint32, Uint64
 from cutlass.cutlass_dsl import T, dsl_user_op
 
 from kimi_k3.kernels import cute_util as cu
+from kimi_k3.kernels.compile import CompileCase
 from kimi_k3.kernels.contract import Contract, Parameter
 
 EPS = 1e-5
-_OLD = "written by an earlier residual kernel; at least one kernel that waits first lies between"
+_OLD = "written by an earlier residual kernel; kernels that wait first lie between (layer 0, without: early is off)"
 CONTRACT = Contract(
-    kernel="attn_res",
+    kernel="k3_attn_res",
     parameters=(
         Parameter("delta", "activation"),
         Parameter("prefix", "activation", early=True, reason=_OLD),
@@ -80,15 +84,16 @@ class AttnRes:
     """The kernel for rows of ``hidden`` columns and ``stored`` readable blocks, a buffer of ``pitch`` blocks a row.
 
     ``update``: "add" p = bf16(prefix + delta), "replace" p = delta, "none" p = prefix (delta is not read, prefix not
-    written). ``opens``: p is also stored as block ``stored``. ``tap``: and as a row of ``tap``. ``final``: the mixture is
-    rounded to BF16 before the norm.
+    written). ``opens``: p is also stored as block ``stored``. ``tap``: and as a row of ``tap``. ``final``: the mixture
+    is rounded to BF16 before the norm.
     """
 
     def __init__(
         self, hidden, stored, pitch, update="add", opens=False, tap=False, final=False, settings=Settings(), early=True
     ):
         s = settings
-        assert update in ("add", "replace", "none") and 0 <= stored + opens <= pitch
+        assert update in ("add", "replace", "none"), update
+        assert 0 <= stored + opens <= pitch, (stored, opens, pitch)
         assert hidden % (s.cluster * s.vectors * 256) == 0, f"hidden {hidden} does not divide over {s}"
         self.hidden, self.stored, self.pitch, self.update = hidden, stored, pitch, update
         self.opens, self.tap, self.final, self.s, self.early = opens, tap, final, s, early
@@ -97,7 +102,7 @@ class AttnRes:
         self.warps = self.threads // 32
         self.parts = s.cluster * self.warps  # warps that share a token
         self.values = 2 * (stored + 1)  # sums of squares and dot products of all sources
-        assert self.parts <= 32 and self.values <= 32
+        assert max(self.parts, self.values) <= 32, (self.parts, self.values)
         self.smem = 4 * self.parts * (self.values + 1) + 16 + 64
 
     @cute.jit
@@ -113,7 +118,7 @@ class AttnRes:
         rows: Int32,
         stream,
     ):
-        self.attn_res(delta, prefix, blocks, query, gamma, tap, out).launch(
+        self.kernel(delta, prefix, blocks, query, gamma, tap, out).launch(
             grid=(self.s.cluster, rows, 1),
             block=(self.threads, 1, 1),
             cluster=(self.s.cluster, 1, 1) if self.s.cluster > 1 else None,
@@ -124,7 +129,7 @@ class AttnRes:
         )
 
     @cute.kernel
-    def attn_res(
+    def kernel(
         self,
         delta: cute.Pointer,
         prefix: cute.Pointer,
@@ -330,3 +335,24 @@ class AttnRes:
                 cute.arch.store_async_dsmem(sums.iterator + index, cu.f2i(value), bars, Int32(peer))
         else:
             sums[index] = value
+
+
+AttnRes.kernel.set_name_prefix("k3_attn_res", keep_mangled_name=False)
+
+
+def compile_cases() -> dict[str, CompileCase]:
+    """Every site of the full model and of the small one, with the prepared settings."""
+    from kimi_k3.kernels.attn_res_launch import choose, kernel_args
+
+    sites: list[tuple[str, dict[str, Any]]] = [("embedding", {"stored": 0, "update": "none", "opens": True})]
+    sites += [(f"stored{n}", {"stored": n}) for n in range(1, 9)]
+    sites += [(f"opens{n}", {"stored": n, "opens": True}) for n in range(1, 8)]
+    sites += [(f"tap{n}", {"stored": n, "tap": True}) for n in (1, 2, 4, 6, 8)]
+    sites += [("replace1", {"stored": 1, "update": "replace"}), ("replace8", {"stored": 8, "update": "replace"})]
+    sites += [("final8", {"stored": 8, "final": True})]
+    cases = {}
+    for hidden in (7168, 256):
+        for name, kw in sites:
+            kernel = AttnRes(hidden, pitch=8, settings=choose(hidden, 1), early=kw.get("update") != "none", **kw)
+            cases[f"h{hidden}-{name}"] = CompileCase(kernel, kernel_args(), kernel.threads, kernel.smem)
+    return cases

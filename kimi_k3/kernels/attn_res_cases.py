@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, fields
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -30,11 +30,26 @@ class Inputs:
     tap: Tensor | None
     out: Tensor
 
-    def tensors(self) -> tuple[Tensor | None, ...]:
-        return (self.delta, self.prefix, self.blocks, self.query, self.gamma, self.tap, self.out)
-
     def clone(self) -> Inputs:
-        return Inputs(*[None if t is None else t.clone() for t in self.tensors()])  # type: ignore[arg-type]
+        given = {f.name: getattr(self, f.name) for f in fields(self)}
+        copies: dict[str, Any] = {n: v.clone() if isinstance(v, Tensor) else v for n, v in given.items()}
+        return Inputs(**copies)
+
+    def apply(
+        self,
+        *,
+        stored: int,
+        update: Update = "add",
+        opens: bool = False,
+        final: bool = False,
+        compute: torch.dtype = torch.float32,
+    ) -> tuple[Tensor, Tensor]:
+        """:func:`reference` on these tensors."""
+        i = self
+        return reference(
+            i.delta, i.prefix, i.blocks, i.query, i.gamma, i.tap, i.out,
+            stored=stored, update=update, opens=opens, final=final, compute=compute,
+        )  # fmt: skip
 
 
 def moved_bytes(rows: int, hidden: int, stored: int, update: Update, opens: bool, tap: bool) -> int:
@@ -78,7 +93,7 @@ def reference(
     logits = (sources @ w) * rstd
     prob = torch.softmax(logits, -1)
     mixed = (prob[..., None] * sources).sum(1)
-    # error of a logit: a dot product of `hidden` terms; a shift of d in a logit changes a probability by at most d, relative
+    # error of a logit: a dot product of `hidden` terms; a shift of d there changes a probability by at most d, relative
     terms = 4 * 2.0**-24 * sources.shape[-1] ** 0.5
     shift = (terms * sources.norm(dim=-1) * w.norm() * rstd + REL * logits.abs()).amax(-1)
     if stored == 0:
@@ -113,8 +128,8 @@ def make_inputs(
     device: str = "cpu",
 ) -> Inputs:
     """``coded``: source s is the constant 2 s + 1 and the query picks it alone, so a wrong source shows in the value.
-    ``adversarial``: zero, huge, tiny and cancelling rows, one dominant logit, equal logits. Blocks that must not be read,
-    ``out`` and ``tap`` are NaN."""
+    ``adversarial``: zero, huge, tiny and cancelling rows, one dominant logit, equal logits. Blocks that must not be
+    read, ``out`` and ``tap`` are NaN."""
     g = torch.Generator().manual_seed(seed)
 
     def normal(*shape: int, scale: float = 1.0) -> Tensor:
@@ -166,11 +181,9 @@ def make_inputs(
 def compare(
     got: Inputs, before: Inputs, *, stored: int, update: Update = "add", opens: bool = False, final: bool = False
 ) -> dict[str, float]:
-    """``out``: largest error over its limit (at most 1 when right); ``bits``: wrong elements of prefix, blocks and tap."""
+    """``out``: largest error over its limit (at most 1 when right); ``bits``: wrong elements of prefix, blocks, tap."""
     want = before.clone()
-    exact, bound = reference(
-        *want.tensors(), stored=stored, update=update, opens=opens, final=final, compute=torch.float64  # type: ignore[arg-type]
-    )  # fmt: skip
+    exact, bound = want.apply(stored=stored, update=update, opens=opens, final=final, compute=torch.float64)
     bound = bound + half_ulp(exact.abs() + bound)
     worst = float(((got.out.double() - exact).abs() / bound.clamp(min=1e-45)).nan_to_num(torch.inf).max())
     wrong = 0

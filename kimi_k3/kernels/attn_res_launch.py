@@ -32,10 +32,11 @@ def kernel_args() -> tuple[Any, ...]:
 
 
 class PreparedAttnRes:
-    """One site of the attention residual: ``query`` [hidden] fp32 (score norm times projection) and ``gamma`` [hidden] bf16.
+    """One site: ``query`` [hidden] fp32 (score norm times projection) and ``gamma`` [hidden] bf16.
 
-    ``stored``: readable blocks of a buffer of ``pitch`` blocks a row; the rest as in :class:`AttnRes`. Compiles when built
-    for the given numbers of ``rows``; :meth:`run` only launches. Raises ValueError for wrong shapes, dtypes, alignment.
+    ``stored``: readable blocks of a buffer of ``pitch`` blocks a row; the rest as in :class:`AttnRes`. Compiles when
+    built, for the given numbers of ``rows``; :meth:`run` only launches. Raises ValueError for wrong shapes, dtypes,
+    alignment. ``early``: prefix and blocks may be read before the dependency wait, as the contract says.
     """
 
     def __init__(
@@ -54,14 +55,15 @@ class PreparedAttnRes:
         settings: Callable[[int, int], Settings] = choose,
     ) -> None:
         hidden = query.shape[0]
-        check_tensor("query", query, torch.float32, (hidden,))
-        check_tensor("gamma", gamma, torch.bfloat16, (hidden,))
         if hidden % 256:
             raise ValueError(f"hidden: {hidden} must be a multiple of 256")
         if update not in ("add", "replace", "none"):
             raise ValueError(f"update: {update!r} must be add, replace or none")
         if not 0 <= stored + opens <= pitch:
             raise ValueError(f"stored: {stored} blocks and {int(opens)} new one do not fit a buffer of {pitch}")
+        check_tensor("query", query, torch.float32, (hidden,))
+        check_tensor("gamma", gamma, torch.bfloat16, (hidden,))
+        early = early and update != "none"  # without a delta the prefix is the embedding, written just before
         self.weights = (query, gamma)
         self.hidden, self.stored, self.pitch, self.update = hidden, stored, pitch, update
         self.opens, self.tap, self.final = opens, tap, final

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Literal
+from dataclasses import dataclass, field, fields
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -22,10 +22,10 @@ class Inputs:
     """Everything the kernel takes, in its order. Tables, states and ``out`` are the caller's own buffers.
 
     ``projected`` [requests tokens, pitch] bf16 = q | k | v | gate (heads 128 each) | f (128) | beta (heads) | pad;
-    ``f_b`` [heads 128, 128] bf16; ``conv_weight`` [3 (q, k, v), 4 taps oldest first, heads 128] fp32; ``a_log`` [heads],
-    ``dt_bias`` [heads 128], ``norm_weight`` [128] fp32; ``slots`` [requests] or [requests, columns]; ``accepted``
-    [requests]; ``conv_state`` [slots, 3 + draft length, 3 heads 128] bf16; ``state`` [slots, heads, 128 v, 128 k] fp32;
-    ``out`` [requests tokens, heads 128] bf16.
+    ``f_b`` [heads 128, 128] bf16; ``conv_weight`` [3 (q, k, v), 4 taps oldest first, heads 128] fp32;
+    ``a_log`` [heads], ``dt_bias`` [heads 128], ``norm_weight`` [128] fp32; ``slots`` [requests] or [requests, columns];
+    ``accepted`` [requests]; ``conv_state`` [slots, 3 + draft length, 3 heads 128] bf16;
+    ``state`` [slots, heads, 128 v, 128 k] fp32; ``out`` [requests tokens, heads 128] bf16.
     """
 
     projected: Tensor
@@ -41,19 +41,25 @@ class Inputs:
     out: Tensor
     tokens: int = 1
 
-    def tensors(self) -> tuple[Tensor | None, ...]:
-        return (
-            self.projected, self.f_b, self.conv_weight, self.a_log, self.dt_bias, self.norm_weight, self.slots,
-            self.accepted, self.conv_state, self.state, self.out,
-        )  # fmt: skip
-
     def clone(self) -> Inputs:
-        return Inputs(*[None if t is None else t.clone() for t in self.tensors()], tokens=self.tokens)  # type: ignore[arg-type]
+        given = {f.name: getattr(self, f.name) for f in fields(self)}
+        copies: dict[str, Any] = {n: v.clone() if isinstance(v, Tensor) else v for n, v in given.items()}
+        return Inputs(**copies)
+
+    def apply(
+        self, *, compute: torch.dtype = torch.float32, rounded: bool = True, limits: Limits | None = None
+    ) -> Tensor:
+        """:func:`reference` on these tensors."""
+        i = self
+        return reference(
+            i.projected, i.f_b, i.conv_weight, i.a_log, i.dt_bias, i.norm_weight, i.slots, i.accepted, i.conv_state,
+            i.state, i.out, i.tokens, compute=compute, rounded=rounded, limits=limits,
+        )  # fmt: skip
 
 
 @dataclass
 class Limits:
-    """Elementwise bounds of |kernel - fp64 reference|, filled by :func:`reference` where asked. Shapes: live requests."""
+    """Elementwise bounds of |kernel - fp64 reference|, filled by :func:`reference` where asked."""
 
     out: Tensor = field(default_factory=lambda: torch.empty(0))  #: [rows, heads 128], without the final rounding
     state: list[tuple[Tensor, Tensor]] = field(default_factory=list)  #: (slots, bound [n, heads, v, k]) per token
@@ -182,10 +188,10 @@ def make_inputs(
 ) -> Inputs:
     """Inputs with permuted slots. ``native``: a table of 1 + draft_length slots a request, else one slot.
 
-    ``coded``: F_B and f are multiples of powers of two small enough that every summation order gives the same raw logits,
-    so the one intermediate rounding cannot flip. ``adversarial``: zero rows, saturated gates, extreme decays, huge and
-    denormal inputs, the null slot and negative slots. The last ``padding`` requests are padding. Unused slots and ``out``
-    are NaN; so are the rows of padding requests.
+    ``coded``: F_B and f are multiples of powers of two small enough that every summation order gives the same raw
+    logits, so the one intermediate rounding cannot flip. ``adversarial``: zero rows, saturated gates, extreme decays,
+    huge and tiny inputs. The last ``padding`` requests are padding, with the null slot or a negative one. Unused slots
+    and ``out`` are NaN; so are the rows of padding requests.
     """
     g = torch.Generator().manual_seed(seed)
     width, columns = heads * HEAD, 1 + draft_length
@@ -244,16 +250,19 @@ def make_inputs(
     bf, fp = torch.bfloat16, torch.float32
     out = torch.full((requests * tokens, width), torch.nan, dtype=bf)
     return Inputs(
-        *[t.to(device) for t in (
-            projected.to(bf), f_b.to(bf), conv_weight.to(fp), a_log.to(fp), dt_bias.to(fp), norm_weight.to(fp),
-            slots.to(index_dtype).contiguous(),
-        )],
-        None if taken is None else taken.to(index_dtype).to(device),
-        conv_state.to(bf).to(device),
-        state.to(fp).to(device),
-        out.to(device),
+        projected=projected.to(device, bf),
+        f_b=f_b.to(device, bf),
+        conv_weight=conv_weight.to(device, fp),
+        a_log=a_log.to(device, fp),
+        dt_bias=dt_bias.to(device, fp),
+        norm_weight=norm_weight.to(device, fp),
+        slots=slots.to(index_dtype).contiguous().to(device),
+        accepted=None if taken is None else taken.to(device, index_dtype),
+        conv_state=conv_state.to(device, bf),
+        state=state.to(device, fp),
+        out=out.to(device),
         tokens=tokens,
-    )  # fmt: skip
+    )
 
 
 def half_ulp(y: Tensor) -> Tensor:
@@ -265,13 +274,13 @@ def half_ulp(y: Tensor) -> Tensor:
 def compare(got: Inputs, before: Inputs) -> dict[str, float]:
     """Largest error of ``got`` (after the kernel) over its limit, from ``before`` (the same inputs, untouched).
 
-    ``out`` and ``state`` are at most 1 when the kernel is right; ``untouched`` counts elements that changed without being
-    allowed to, ``history`` wrong elements of the convolution history; ``nan`` counts NaNs where the reference has none.
+    ``out`` and ``state`` are at most 1 when the kernel is right; ``state_relative`` is the largest error norm of a
+    state; ``untouched`` counts elements that changed without being allowed to, ``history`` wrong elements of the
+    convolution history, ``nan`` NaNs in the output.
     """
     want, limits = before.clone(), Limits()
     want.state = want.state.double()
-    tensors = want.tensors()
-    exact = reference(*tensors, tokens=want.tokens, compute=torch.float64, limits=limits)  # type: ignore[arg-type]
+    exact = want.apply(compute=torch.float64, limits=limits)
     bound = limits.out + half_ulp(exact.abs() + limits.out)
     result = {"out": float(((got.out.double() - exact).abs() / bound.clamp(min=1e-45)).nan_to_num(torch.inf).max())}
     worst, written = 0.0, torch.zeros(before.state.shape[0], dtype=torch.bool, device=got.state.device)

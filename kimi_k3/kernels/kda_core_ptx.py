@@ -1,6 +1,6 @@
 """Instructions that only the KDA decode core needs, as inline PTX; the rules of ``cute_util`` apply."""
 
-# mypy: disable-error-code="no-untyped-def,no-untyped-call,misc"
+# mypy: disable-error-code="no-untyped-def,no-untyped-call,misc,attr-defined"
 from __future__ import annotations
 
 import cutlass
@@ -72,21 +72,6 @@ def bulk_load(smem, addr, size, bar, hint: cutlass.Constexpr, *, loc=None, ip=No
         cu.asm(None, ops, code + ".L2::cache_hint [$0],[$1],$2,[$3],$4;", "r,l,r,r,l", True, loc, ip)
     else:
         cu.asm(None, ops, code + " [$0],[$1],$2,[$3];", "r,l,r,r", True, loc, ip)
-
-
-@dsl_user_op
-def bulk_store(addr, smem, size, *, loc=None, ip=None):
-    """Asynchronous copy of ``size`` bytes shared -> global, as one bulk group of this thread."""
-    ops = [Int64(addr).ir_value(loc=loc, ip=ip)] + [Int32(v).ir_value(loc=loc, ip=ip) for v in (smem, size)]
-    code = "cp.async.bulk.global.shared::cta.bulk_group [$0],[$1],$2; cp.async.bulk.commit_group;"
-    cu.asm(None, ops, code, "l,r,r", True, loc, ip)
-
-
-@dsl_user_op
-def bulk_wait(pending: cutlass.Constexpr, read: cutlass.Constexpr, *, loc=None, ip=None):
-    """Until at most ``pending`` bulk groups of this thread are unfinished; ``read``: until their sources were read."""
-    code = f"cp.async.bulk.wait_group{'.read' if read else ''} {pending};"
-    cu.asm(None, [], code, "", True, loc, ip)
 
 
 @dsl_user_op

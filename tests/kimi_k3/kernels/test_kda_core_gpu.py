@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kimi_k3.kernels.kda_core_cases import Inputs, compare, make_inputs, reference
+from kimi_k3.kernels.kda_core_cases import Inputs, compare, make_inputs
 
 pytestmark = pytest.mark.gpu
 if not torch.cuda.is_available():
@@ -21,11 +21,12 @@ def pitch_of(heads: int) -> int:
 
 
 def prepare(inputs: Inputs, settings: Settings | None = None, early: bool = True) -> PreparedKdaCore:
+    sms = 4 if settings is not None and settings.resident else None  # several turns even with few requests
     i = inputs
     native = i.accepted is not None
     made = PreparedKdaCore(
         i.f_b, i.conv_weight, i.a_log, i.dt_bias, i.norm_weight, pitch=i.projected.shape[1], tokens=i.tokens,
-        columns=i.slots.shape[1] if native else 0, index_dtype=i.slots.dtype, early=early,
+        columns=i.slots.shape[1] if native else 0, index_dtype=i.slots.dtype, early=early, sms=sms,
         settings=choose if settings is None else lambda *_: settings,
     )  # fmt: skip
     made.prepare([i.slots.shape[0]])
@@ -53,22 +54,21 @@ def check(before: Inputs, settings: Settings | None = None, early: bool = True) 
         launch(kernel, got)
         torch.cuda.synchronize()
         result = compare(got, before)
-        assert result["out"] <= 1 and result["state"] <= 1, result
+        assert max(result["out"], result["state"]) <= 1, result
         assert result["state_relative"] <= 1e-4, result
         assert result["untouched"] == result["history"] == result["nan"] == 0, result
 
 
 GEOMETRIES = [
-    Settings(), Settings(lanes=16), Settings(lanes=32), Settings(lanes=16, occupancy=3, rows_per_pass=4),
-    Settings(lanes=16, units=2), Settings(lanes=16, units=3, stages=3), Settings(units=8, stages=4, occupancy=1),
-    Settings(bulk_store=True), Settings(lanes=16, units=3, stages=3, bulk_store=True), Settings(cluster=2, lanes=16),
-    Settings(cluster=4, rows_per_pass=4), Settings(cluster=4, lanes=16, rows_per_pass=4),
+    Settings(), Settings(lanes=16), Settings(lanes=32), Settings(resident=1), Settings(resident=2, occupancy=1),
+    Settings(resident=2), Settings(lanes=16, resident=2), Settings(occupancy=3), Settings(cluster=2),
+    Settings(cluster=2, lanes=16), Settings(cluster=4, rows_per_pass=4), Settings(cluster=4, lanes=16, rows_per_pass=4),
     Settings(cluster=8, lanes=16, rows_per_pass=2), Settings(cluster=8, warps=4, rows_per_pass=4),
 ]  # fmt: skip
 
 
 def label(s: Settings) -> str:
-    return f"c{s.cluster}w{s.warps}L{s.lanes}u{s.units}g{s.stages}{'b' * s.bulk_store}"
+    return f"c{s.cluster}w{s.warps}L{s.lanes}o{s.occupancy}r{s.resident}"
 
 
 @pytest.mark.parametrize("settings", GEOMETRIES, ids=label)
@@ -77,8 +77,8 @@ def label(s: Settings) -> str:
 def test_every_geometry(settings, kind, tokens, native):
     for draft_length in (0, 7) if not native else (7,):
         check(
-            make_inputs(7, 2, pitch_of(2), tokens=tokens, native=native, draft_length=draft_length, kind=kind, padding=2,
-                        seed=tokens, device="cuda"), settings
+            make_inputs(7, 2, pitch_of(2), tokens=tokens, native=native, draft_length=draft_length, kind=kind,
+                        padding=2, seed=tokens, device="cuda"), settings
         )  # fmt: skip
 
 
@@ -119,7 +119,8 @@ def test_slots_beyond_32_bits():
     launch(prepare(before), got)
     got.state = state.clone()
     result = compare(got, before)
-    assert result["out"] <= 1 and result["state"] <= 1 and result["untouched"] == 0, result
+    assert max(result["out"], result["state"]) <= 1, result
+    assert result["untouched"] == 0, result
 
 
 def test_random_logits_stay_within_the_loose_profile():
@@ -128,7 +129,7 @@ def test_random_logits_stay_within_the_loose_profile():
     got, want = before.clone(), before.clone()
     launch(prepare(before), got)
     want.state = want.state.double()
-    exact = reference(*want.tensors(), compute=torch.float64, rounded=False)
+    exact = want.apply(compute=torch.float64, rounded=False)
     assert (got.out.double() - exact).norm() / exact.norm() < 6e-3
     live = before.slots.long()
     assert (got.state[live].double() - want.state[live]).norm() / want.state[live].norm() < 3e-3
@@ -177,7 +178,7 @@ def test_rollout_of_512_steps(heads):
     for step in range(512):
         state.projected = exact.projected = fresh_rows(2, heads, step)
         launch(kernel, state)
-        want = reference(*exact.tensors(), compute=torch.float64)
+        want = exact.apply(compute=torch.float64)
         worst = max(worst, float((state.out.double() - want).norm() / want.norm()))
     live = state.slots.long()
     error = (state.state[live].double() - exact.state[live]).norm() / exact.state[live].norm()
