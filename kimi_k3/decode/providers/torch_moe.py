@@ -72,16 +72,17 @@ def _grouped(order: Tensor, counts: Tensor, rows: int) -> tuple[Tensor, Tensor]:
 def _spread(pairs: Tensor, values: Tensor, real: Tensor, total: int) -> Tensor:
     """Undo :func:`_grouped`: [R, E, cap, N] -> [R, total, N]. Entries that are not real land in a spare row."""
     ranks, width = values.shape[0], values.shape[-1]
-    index = torch.where(real, pairs, total).flatten(1).unsqueeze(-1).expand(-1, -1, width)
-    out = values.new_zeros(ranks, total + 1, width)
-    return out.scatter_(1, index, values.flatten(1, 2))[:, :total]
+    first = torch.arange(ranks, device=pairs.device).view(-1, 1, 1) * (total + 1)
+    index = (torch.where(real, pairs, total) + first).flatten()
+    out = values.new_zeros(ranks * (total + 1), width)
+    out.index_copy_(0, index, values.reshape(-1, width))
+    return out.view(ranks, total + 1, width)[:, :total]
 
 
 def _take(values: Tensor, index: Tensor) -> Tensor:
-    """values [R, n, N] at index [R, E, cap] -> [R E, cap, N]."""
-    ranks, experts, cap = index.shape
-    flat = index.flatten(1).unsqueeze(-1).expand(-1, -1, values.shape[-1])
-    return values.gather(1, flat).view(ranks * experts, cap, -1)
+    """values [R, n, N] at index [R, E, cap] -> [R, E, cap, N]."""
+    first = torch.arange(len(values), device=index.device).view(-1, 1, 1) * values.shape[1]
+    return values.flatten(0, 1).index_select(0, (index + first).flatten()).view(*index.shape, -1)
 
 
 def _live(context: OpContext) -> int:
@@ -98,14 +99,19 @@ def fc1(
 
     def build(w: Tensor) -> Tensor:
         values = dequantize(MXFP4Tensor(w, scale), p.compute).unflatten(2, (2, -1))[:, :, :, :live]
-        return values.flatten(2, 3).flatten(0, 1).transpose(-1, -2).contiguous()  # [R E, L, 2 live]
+        return values.permute(1, 4, 0, 2, 3).contiguous()  # [E, L, R, 2, live]: one product serves all ranks
 
     weight = context.prepared(packed, "experts", build)
     chosen = hidden.shape[1] // latent.shape[1]
+    ranks = mesh.agreeing(latent, order, counts)
     pairs, real = _grouped(order, counts, latent.shape[1])
-    gate, up = torch.bmm(_take(latent.to(p.compute), pairs // chosen), weight).chunk(2, -1)
+    rows = _take(latent[ranks].to(p.compute), pairs[ranks] // chosen)
+    if len(rows) == 1:
+        product = torch.bmm(rows[0], weight.flatten(2)).unflatten(-1, weight.shape[2:]).permute(2, 0, 1, 3, 4)
+    else:
+        product = (rows @ weight.permute(2, 0, 1, 3, 4).flatten(3)).unflatten(-1, (2, live))
+    gate, up = product.unbind(-2)
     activated = situ_glu(gate, up, config.situ_beta, config.situ_linear_beta)
-    activated = activated.view(*pairs.shape, live)
     hidden[..., :live] = _spread(pairs, activated, real, hidden.shape[1])
     hidden[..., live:] = 0
 
@@ -126,13 +132,13 @@ def fc2_publish(
 
     def build(w: Tensor) -> Tensor:
         values = dequantize(MXFP4Tensor(w, scale), p.compute)[..., :live]
-        return values.flatten(0, 1).transpose(-1, -2).contiguous()  # [R E, live, L]
+        return values.transpose(-1, -2).contiguous()  # [R, E, live, L]
 
     weight = context.prepared(packed, "experts", build)
     _, rows, chosen = weights.shape
     pairs, real = _grouped(order, counts, rows)
-    product = torch.bmm(_take(hidden[..., :live].to(p.compute), pairs), weight)
-    outputs = _spread(pairs, product.view(*pairs.shape, -1), real, rows * chosen).unflatten(1, (rows, chosen))
+    product = _take(hidden[..., :live].to(p.compute), pairs) @ weight
+    outputs = _spread(pairs, product, real, rows * chosen).unflatten(1, (rows, chosen))
     total = (weights.to(p.compute).unsqueeze(-2) @ outputs).squeeze(-2)
     mesh.publish_partial(box, p.rounding(total))
 
