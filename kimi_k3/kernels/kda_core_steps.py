@@ -31,6 +31,8 @@ class KdaSteps:
         if cutlass.const_expr(self.cluster > 1):
             cute.arch.cluster_wait()
         if cutlass.const_expr(self.s.resident > 0):
+            cu.fence_async_shared()
+            cute.arch.sync_warp()
             if next_first > 0:
                 for p in cutlass.range_constexpr(self.passes):
                     self.fetch(p, next_slot, lane, warp, held, bars, state.toint() + offset, state_stride)
