@@ -61,3 +61,16 @@ DRAFT_LENGTHS = (0, 3, 4, 5, 6, 7)
 CONTEXT_PARALLEL = ("1", "tp")
 
 PRECISIONS = ("bf16", "bf16-kvfp8", "fp32", "fp64")  #: of ``kimi_k3.reference.precision``
+
+#: What the embedded engine serves on both paths, in the harness's words.
+FEATURES = (
+    "sampling",
+    "structured_output",
+    "logprobs",
+    "stop",
+    "penalties",
+    "prefix_reuse",
+    "streaming",
+    "full_context",
+    "stock_resumed",
+)

@@ -56,6 +56,8 @@ ENGINE_OPTIONS: dict[str, Any] = {
     "pages": None,
     "max_tokens_per_step": None,
     "max_context": None,
+    "prefix_caching": False,
+    "prefix_interval": 64,
     "drafter": "random",  #: DSpark with random weights; "rehearsal": a test drafter; or a checkpoint folder
     "drafter_seed": 0,
     "drafter_hit_rate": 0.8,  #: of the rehearsal: how often a draft is the target's own next token
@@ -209,6 +211,7 @@ class KimiK3Target:
                 context_parallel=names.CONTEXT_PARALLEL,
             ),
             engines=("embedded", "vllm", "server"),
+            features=names.FEATURES,
         )
 
     def engine(self, spec: EngineSpec) -> Engine:
@@ -288,6 +291,8 @@ def _engine_options(
         page_size=options["page_size"],
         pages=options["pages"],
         schedule=options["schedule"],
+        prefix_caching=options["prefix_caching"],
+        prefix_interval=options["prefix_interval"],
     )
 
 

@@ -24,6 +24,7 @@ from kimi_k3.reference.drafter import Drafter
 from kimi_k3.reference.emit import check_request, choose, emit
 from kimi_k3.reference.options import EngineOptions, OptionError
 from kimi_k3.reference.precision import Precision
+from kimi_k3.reference.prefix import PrefixCache, Snapshot
 from kimi_k3.reference.rejection import Rejection
 from kimi_k3.reference.requests import (
     Completion,
@@ -111,14 +112,17 @@ class EmbeddedEngine:
 
     def _new_scheduler(self) -> None:
         options = self.options
+        pages = PageAllocator(options.resolved_pages, options.page_size)
+        self.prefix = PrefixCache(pages, options.prefix_interval) if options.prefix_caching else None
         self.scheduler = Scheduler(
-            PageAllocator(options.resolved_pages, options.page_size),
+            pages,
             SlotAllocator(options.max_requests, options.draft_length),
             max_requests=options.max_requests,
             max_tokens_per_step=options.max_tokens_per_step,
             max_context=options.max_context,
             pure=options.schedule == "pure",
             lookahead=self.drafter.lookahead if self.drafter else 0,
+            prefix=self.prefix,
         )
 
     # -- the engine protocol ---------------------------------------------------------------------------------
@@ -246,6 +250,10 @@ class EmbeddedEngine:
         step = self.scheduler.schedule()
         if not step.requests:
             raise RuntimeError(f"step {index} of run {run!r}: work is queued but nothing could be scheduled")
+        for r in step.requests:
+            if r.state.snapshot is not None:
+                r.state.snapshot.restore(self.caches, r.state.slots[0])
+                r.state.snapshot = None
         batch = build_batch([request_rows(r) for r in step.requests], self.options.page_size, self.model.device)
         sampled = [r for r in step.requests if r.samples]
         logits, taps, reason = self._forward(step, batch, f"{STEP_RANGE}/{run}/{index}")
@@ -292,6 +300,8 @@ class EmbeddedEngine:
         for r in step.requests:
             if r.prefill:
                 r.state.computed += r.rows
+                if self.prefix is not None:
+                    self._remember(self.prefix, r.state)
         emitted, first = [], 0
         for r, tokens in zip(sampled, chosen, strict=True):
             if not r.prefill:
@@ -303,6 +313,13 @@ class EmbeddedEngine:
             emitted.append((r.state, kept))
             first += 1 + len(r.drafts)
         return emitted
+
+    def _remember(self, prefix: PrefixCache, state: RequestState) -> None:
+        """Keep a prefilled prefix and the state after it where the prefill was cut for that."""
+        done = state.computed
+        if done < state.prefill_until and done == prefix.next_cut(done - 1, state.prefill_until):
+            taps = self.model.config.short_conv_kernel_size - 1
+            prefix.insert(state.tokens, done, state.pages, Snapshot.take(self.caches, state.slots[0], taps))
 
     def _draft(self, drafter: Drafter) -> None:
         ready = [state for state in self.scheduler.running if not state.prefilling]

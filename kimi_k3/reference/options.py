@@ -26,6 +26,8 @@ class EngineOptions:
     page_size: int = 16
     pages: int | None = None
     schedule: str = "mixed"
+    prefix_caching: bool = False
+    prefix_interval: int = 64  #: tokens between the states kept for prefix reuse, a multiple of the page size
 
     def __post_init__(self) -> None:
         if self.decode_backend not in (SWITCH_OFF, SWITCH_ON):
@@ -39,6 +41,10 @@ class EngineOptions:
                 raise OptionError(f"{name} {getattr(self, name)}, expected at least 1")
         if self.pages is not None and self.pages < 1:
             raise OptionError(f"pages {self.pages}, expected at least 1")
+        if self.prefix_caching and (self.prefix_interval < 1 or self.prefix_interval % self.page_size):
+            raise OptionError(
+                f"prefix_interval {self.prefix_interval}, expected a multiple of the page size {self.page_size}"
+            )
         if self.max_tokens_per_step < (rows := self.max_requests * (1 + self.draft_length)):
             raise OptionError(
                 f"max_tokens_per_step {self.max_tokens_per_step}, expected at least {rows}: "

@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 
+from kimi_k3.reference.prefix import Snapshot
+
 #: Structured output: tokens emitted so far -> which tokens may come next, bool [vocab].
 TokenMask = Callable[[Sequence[int]], torch.Tensor]
 
@@ -83,6 +85,7 @@ class Completion:
     arrival_time: float = 0.0
     token_times: list[float] = field(default_factory=list)
     full_logprobs: torch.Tensor | None = None  #: [emitted, vocab]
+    cached_tokens: int = 0  #: prompt tokens taken from the prefix cache
 
 
 @dataclass
@@ -128,6 +131,8 @@ class RequestState:
     drafts: list[int] = field(default_factory=list)
     proposal: torch.Tensor | None = None  #: [drafts, vocab] what the drafts were drawn from; None: no chance involved
     preemptions: int = 0
+    snapshot: Snapshot | None = None  #: state to be put into the first slot before the next step
+    cached_tokens: int = 0  #: prompt tokens taken from the prefix cache at the first admission
     finish_reason: str | None = None
     output_bytes: bytearray = field(default_factory=bytearray)
     logprobs: list[float] = field(default_factory=list)
@@ -173,4 +178,5 @@ class RequestState:
             arrival_time=self.arrival_time or 0.0,
             token_times=list(self.token_times),
             full_logprobs=torch.stack(self.full_logprobs) if self.keep_logits and self.full_logprobs else None,
+            cached_tokens=self.cached_tokens,
         )

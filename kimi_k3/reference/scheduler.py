@@ -11,6 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from kimi_k3.reference.cache import PageAllocator, SlotAllocator
+from kimi_k3.reference.prefix import Hit, PrefixCache
 from kimi_k3.reference.requests import RequestError, RequestState
 
 
@@ -56,6 +57,7 @@ class Scheduler:
         max_context: int,
         pure: bool = False,
         lookahead: int = 0,
+        prefix: PrefixCache | None = None,
     ) -> None:
         if max_tokens_per_step < max_requests * slots.width:
             raise ValueError(
@@ -66,6 +68,7 @@ class Scheduler:
         self.max_requests, self.max_tokens = max_requests, max_tokens_per_step
         self.max_context, self.pure = max_context, pure
         self.lookahead = lookahead  #: rows behind a request's last token that a drafter writes
+        self.prefix = prefix
         self.clock = 0  #: steps since the start; jumps over idle time
         self.waiting: list[RequestState] = []
         self.running: list[RequestState] = []
@@ -147,7 +150,10 @@ class Scheduler:
         for state in self.running:
             if not state.prefilling or budget == 0:
                 continue
-            rows = min(budget, state.prefill_until - state.computed)
+            until = state.prefill_until
+            if self.prefix is not None:
+                until = self.prefix.next_cut(state.computed, state.prefill_until)
+            rows = min(budget, until - state.computed)
             last = state.computed + rows == state.prefill_until
             step.requests.append(ScheduledRequest(state, rows, prefill=True, samples=last))
             budget -= rows
@@ -157,19 +163,34 @@ class Scheduler:
         for state in self.arrived():
             if budget <= 0 or len(self.running) == self.max_requests or self.slots.free == 0:
                 return
+            hit = self.prefix.find(state.tokens) if self.prefix is not None else Hit(0)
+            needed = self._pages_for(len(state.tokens)) - len(hit.pages)
             # One page above the prefill, so that the first decode step does not preempt at once.
-            needed = self._pages_for(len(state.tokens))
-            if self.pages.free < needed + (1 if self.running else 0):
+            if self._available < needed + (1 if self.running else 0):
+                self.pages.release(hit.pages)
                 return  # in order: nobody overtakes
-            pages, slots = self.pages.allocate(needed), self.slots.allocate()
+            pages, slots = self._allocate(needed), self.slots.allocate()
             assert pages is not None
             assert slots is not None
-            state.pages, state.slots = pages, slots
-            state.computed, state.prefill_until = 0, len(state.tokens)
+            state.pages, state.slots = [*hit.pages, *pages], slots
+            state.computed, state.prefill_until, state.snapshot = hit.tokens, len(state.tokens), hit.snapshot
+            if self.prefix is not None and state.preemptions == 0:
+                self.prefix.counted(len(state.tokens), hit.tokens)
+                state.cached_tokens = hit.tokens
             self.waiting.remove(state)
             self.running.append(state)
             self.running.sort(key=lambda s: s.priority)
-            budget -= state.prefill_until
+            budget -= state.prefill_until - state.computed
+
+    @property
+    def _available(self) -> int:
+        """Pages that are free or could be."""
+        return self.pages.free + (self.prefix.evictable if self.prefix is not None else 0)
+
+    def _allocate(self, count: int) -> list[int] | None:
+        if self.prefix is not None and count > self.pages.free:
+            self.prefix.evict(count - self.pages.free)
+        return self.pages.allocate(count)
 
     def _pages_for(self, tokens: int) -> int:
         """Pages for a request of ``tokens`` tokens and the drafter's rows behind them."""
@@ -178,7 +199,7 @@ class Scheduler:
     def _grow(self, state: RequestState, tokens: int, step: ScheduledStep) -> bool:
         """Give ``state`` room for ``tokens`` tokens, preempting younger requests; False if it had to go itself."""
         while (missing := self._pages_for(tokens) - len(state.pages)) > 0:
-            pages = self.pages.allocate(missing)
+            pages = self._allocate(missing)
             if pages is not None:
                 state.pages += pages
                 return True
@@ -192,7 +213,7 @@ class Scheduler:
         self.running.remove(state)
         self._release(state)
         state.computed, state.prefill_until, state.accepted = 0, 0, 1
-        state.drafts, state.proposal = [], None
+        state.drafts, state.proposal, state.snapshot = [], None, None
         state.preemptions += 1
         self.waiting.append(state)
         self.waiting.sort(key=lambda s: s.priority)
