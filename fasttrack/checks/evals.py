@@ -1,61 +1,142 @@
-"""Evals: teacher-forced error to the oracle, then task scores through lm-eval."""
+"""Evals, cheap and sharp first: forced logits and routing, free-running text, acceptance, then task scores."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from fasttrack.checks import fidelity
+from fasttrack.checks import acceptance, fidelity, free_running
 from fasttrack.checks.base import Context, Unit, cells_of, deployment_of
-from fasttrack.records import CellKey
+from fasttrack.errors import EvidenceError
+from fasttrack.records import CellKey, Evidence, NotMeasuredRecord
 from fasttrack.target import DeploymentRefused
 from fasttrack.tasks.data import check_source
+from fasttrack.tasks.sources import scan
 
 if TYPE_CHECKING:
     from fasttrack.manifest.model import Manifest
 
-MAX_BATCH = 16  #: teacher-forced sequences per batch: the cost of a step hardly grows with its rows, its noise falls
+MOST_FORCED = 8  #: requests of a teacher-forced batch: few, so that what differs is not the neighbours
+EXACT_SEQUENCES, EXACT_TOKENS = 11, 12  #: where hardly anything rounds, a fault shows in the first tokens
+STEP_S = 0.025  #: planning figure: one engine step of a tiny model on a CPU
 
 
 class EvalsCheck:
     name = "evals"
 
     def units(self, manifest: Manifest, tier: str) -> list[Unit]:
-        """Raises :class:`fasttrack.errors.UsageError` for a task whose data cannot be used."""
+        """One unit per deployment and rung that a gate of the manifest asks for.
+
+        Raises :class:`fasttrack.errors.UsageError` for a task whose local data cannot be used.
+        """
+        wanted = {*manifest.gates.required, *manifest.gates.optional}
+        deployments: dict[CellKey, list[int]] = {}
+        for cell in cells_of(manifest, tier):
+            deployments.setdefault(cell.model_copy(update={"requests": 1}), []).append(cell.requests)
+        units: list[Unit] = []
+        for cell, sizes in deployments.items():
+            if wanted & {"evals.fidelity", "evals.routing"}:
+                units += self._forced(manifest, tier, cell, sizes)
+        for cell, sizes in deployments.items():
+            if "evals.free_running" in wanted:
+                units.append(self._free(manifest, tier, cell, sizes))
+            if "evals.acceptance" in wanted and cell.draft_length:
+                units += self._acceptance(manifest, tier, cell, sizes)
+        if "evals.task_scores" in wanted:
+            units += self._tasks(manifest, tier)
+        return units
+
+    def _forced(self, manifest: Manifest, tier: str, cell: CellKey, sizes: list[int]) -> list[Unit]:
+        knobs = manifest.tier(tier)
+        arms = ("oracle", "stock", "optimized")
+        plans = {"fidelity": fidelity.batches_of(sizes, knobs.fidelity_sequences, knobs.fidelity_tokens, MOST_FORCED)}
+        if manifest.engine.exact_options:
+            sequences, tokens = min(EXACT_SEQUENCES, knobs.fidelity_sequences), min(EXACT_TOKENS, knobs.fidelity_tokens)
+            plans["fidelity-exact"] = fidelity.batches_of(sizes, sequences, tokens, MOST_FORCED)
+        units = []
+        for kind, batches in plans.items():
+            cost = 1.0 + STEP_S * len(arms) * sum(b["tokens"] for b in batches)
+            params: dict[str, Any] = {"batches": batches, "exact": kind == "fidelity-exact"}
+            units.append(Unit(f"evals/{kind}/{_name(cell)}", self.name, _sized(cell, sizes), arms, cost, params))
+        return units
+
+    def _free(self, manifest: Manifest, tier: str, cell: CellKey, sizes: list[int]) -> Unit:
+        knobs = manifest.tier(tier)
+        batches = sorted(set(sizes))
+        while sum(batches) + max(sizes) <= knobs.free_running_requests:
+            batches.append(max(sizes))
+        cost = 1.0 + STEP_S * 3 * len(batches) * knobs.free_running_tokens
+        params = {"batches": batches, "tokens": knobs.free_running_tokens}
+        arms = ("oracle", "stock", "optimized")
+        return Unit(f"evals/free_running/{_name(cell)}", self.name, _sized(cell, sizes), arms, cost, params)
+
+    def _acceptance(self, manifest: Manifest, tier: str, cell: CellKey, sizes: list[int]) -> list[Unit]:
+        knobs, largest = manifest.tier(tier), _sized(cell, sizes)
+        synthetic = [c.acceptance for c in manifest.named_cells if c.acceptance.startswith("synthetic(")]
+        ours = {c.acceptance for c in manifest.named_cells if c.key.model_copy(update={"requests": 1}) == cell}
+        modes = ["measured", *dict.fromkeys(m for m in synthetic if m in ours)]
+        params = {"tokens": 2 * knobs.free_running_tokens, "rounds": -(-knobs.free_running_requests // max(sizes))}
+        cost = 1.0 + STEP_S * 2 * params["tokens"] * params["rounds"]
+        return [
+            Unit(
+                f"evals/acceptance/{_name(cell)}/{mode}",
+                self.name,
+                largest,
+                ("stock", "optimized"),
+                cost,
+                {**params, "mode": mode},
+            )
+            for mode in modes
+        ]
+
+    def _tasks(self, manifest: Manifest, tier: str) -> list[Unit]:
         knobs = manifest.tier(tier)
         cells = [cell for cell in cells_of(manifest, tier) if cell.step == "decode"]
-        forced: dict[tuple[int, int, str], CellKey] = {}
-        for cell in cells:
-            key = (cell.tp, cell.dcp, cell.context)
-            if key not in forced or forced[key].requests < cell.requests <= MAX_BATCH:
-                forced[key] = cell
-        cost = 0.01 * knobs.fidelity_sequences * knobs.fidelity_tokens
-        units = [
-            Unit(f"evals/fidelity/{cell}", self.name, cell, ("oracle", "stock", "optimized"), cost)
-            for cell in forced.values()
-        ]
+        # Answers are written in the company that the scope is about: as many at once as its largest cell has.
+        home = max(cells, key=lambda cell: cell.requests, default=None)
+        units = []
         for task in manifest.tasks:
             check_source(task)
-            cost = 1.5 + 0.01 * knobs.task_items * knobs.task_repeats * knobs.task_tokens
+            plan = manifest.task_run(task, tier)
+            tokens = plan.items * plan.repeats * min(plan.max_tokens, task.assumed_tokens or plan.max_tokens)
+            cost = 4.0 + tokens / (knobs.tokens_per_s or 100.0)
             units += [
-                Unit(
-                    f"evals/task/{task.name}/{arm}",
-                    self.name,
-                    cells[0] if cells else None,
-                    (arm,),
-                    cost,
-                    {"task": task.name},
-                )
+                Unit(f"evals/task/{task.name}/{arm}", self.name, home, (arm,), cost, {"task": task.name})
                 for arm in ("stock", "optimized")
             ]
         return units
 
+    def preflight(self, manifest: Manifest, tier: str, folder: Path) -> None:
+        """Read every row of every task, the hub's too, before a run folder exists."""
+        if "evals.task_scores" in {*manifest.gates.required, *manifest.gates.optional}:
+            for task in manifest.tasks:
+                if not task.generated:
+                    for _ in scan(task):
+                        pass
+
     def run(self, unit: Unit, ctx: Context) -> None:
+        rung = unit.name.split("/")[1]
         try:
-            if unit.name.startswith("evals/fidelity/"):
+            if rung.startswith("fidelity"):
                 fidelity.run(unit, ctx)
+            elif rung == "free_running":
+                free_running.run(unit, ctx)
+            elif rung == "acceptance":
+                acceptance.run(unit, ctx)
             else:
                 from fasttrack.checks import task_scores  # loads lm-eval, which takes seconds
 
                 task_scores.run(unit, ctx)
         except DeploymentRefused as refusal:  # a record, not a crash: the gates say what is missing
             ctx.write_refusal(deployment_of(unit.cell) if unit.cell else {}, refusal.reasons)
+        except EvidenceError as error:  # this engine cannot do it: say so, and go on with what it can do
+            nothing = Evidence(kind="emulated", device="none: not measured")
+            ctx.record(NotMeasuredRecord, cell=unit.cell, evidence=nothing, what=rung, reason=str(error))
+
+
+def _name(cell: CellKey) -> str:
+    return f"{cell.step}/tp{cell.tp}/dl{cell.draft_length}/dcp{cell.dcp}/{cell.context}"
+
+
+def _sized(cell: CellKey, sizes: list[int]) -> CellKey:
+    return cell.model_copy(update={"requests": max(sizes)})

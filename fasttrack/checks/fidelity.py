@@ -1,66 +1,165 @@
-"""Teacher-forced fidelity: the same tokens, schedule and batch composition in every arm, compared with the oracle."""
+"""Teacher-forced fidelity and routing: the same tokens and batch composition in every arm, held against the oracle.
+
+Sequences are sampled from the oracle at temperature 1, so that they are likely under the model, then forced. Where
+the manifest gives ``exact_options``, both arms are measured with them as well: hardly anything rounds there, and a
+formula that is off by half a per cent in one head stands out by orders of magnitude.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from fasttrack.checks.base import Context, Unit, evidence
 from fasttrack.checks.schedule import together
 from fasttrack.errors import EvidenceError
-from fasttrack.records import CellKey, FidelityRecord
-from fasttrack.target import Completion, Sampling
+from fasttrack.records import CellKey, FidelityRecord, RoutingRecord
+from fasttrack.target import Completion, Engine, EngineInfo, LedgerStep, Request, RoutingEngine, RoutingStep, Sampling
 
 if TYPE_CHECKING:
     import torch
 
+ARMS = ("stock", "optimized")
+#: KL divergences below this, per position, are rounding of the FP64 sum itself, in nats.
+KL_FLOOR = 1e-15
+#: Tokens per sequence of the batch with the most requests: it is there for its schedule, not for its numbers.
+CROWD_TOKENS = 8
+
 
 def run(unit: Unit, ctx: Context) -> None:
-    """Sequences are sampled from the oracle at temperature 1, so that they are likely under the model, then forced.
+    """``unit.params``: ``batches`` (requests of each, a claimed size), ``tokens``, ``exact``.
 
     Memory: one [tokens, vocabulary] table of FP64 log-probabilities per sequence of a batch and arm.
     """
-    cell, knobs = unit.cell, ctx.scope.knobs
-    assert cell is not None
-    done = 0
-    while done < knobs.fidelity_sequences:
-        count = min(cell.requests, knobs.fidelity_sequences - done)
-        _batch(unit, ctx, cell, count, first=done)
-        done += count
-        ctx.progress(done, knobs.fidelity_sequences, "sequences")
+    assert unit.cell is not None
+    batches: Sequence[Mapping[str, int]] = unit.params["batches"]
+    first = 0
+    for number, batch in enumerate(batches):
+        cell = unit.cell.model_copy(update={"requests": batch["requests"]})
+        _Batch(unit, ctx, cell, batch["tokens"], first, bool(unit.params.get("exact"))).run()
+        first += batch["requests"]
+        ctx.progress(number + 1, len(batches), "batches")
 
 
-def _batch(unit: Unit, ctx: Context, cell: CellKey, count: int, first: int) -> None:
-    tokens = ctx.scope.knobs.fidelity_tokens
-    seed = ctx.seed(f"{unit.name}/{first}")
-    oracle, info = ctx.engine("oracle", tp=1, cell=cell)
-    requests = together(count, tokens, ctx.scope.bucket(cell.context), info, seed)
-    sampled = [
-        replace(r, sampling=Sampling(temperature=1.0, seed=seed + i, ignore_eos=True)) for i, r in enumerate(requests)
+def batches_of(sizes: Sequence[int], sequences: int, tokens: int, most: int) -> list[dict[str, int]]:
+    """Batches of claimed ``sizes`` with ``sequences`` sequences in all: each size up to ``most`` once, then the largest
+    of these, then whatever fits; and the largest claimed size of all once, with few tokens."""
+    small = sorted(size for size in set(sizes) if size <= most) or [min(sizes)]
+    plan: list[int] = []
+    for size in (*small, *[small[-1]] * sequences):
+        if sum(plan) + size <= sequences:
+            plan.append(size)
+    while sum(plan) < sequences and (rest := [s for s in small if s <= sequences - sum(plan)]):
+        plan.append(rest[-1])
+    plan = plan or [small[0]]
+    crowd = [max(sizes)] if max(sizes) > small[-1] else []
+    return [{"requests": n, "tokens": tokens} for n in plan] + [
+        {"requests": n, "tokens": min(tokens, CROWD_TOKENS)} for n in crowd
     ]
-    answers = oracle.generate(sampled, run=f"{unit.name}/{first}/oracle", keep_logits=True)
-    forced = [replace(r, forced=tuple(a.token_ids)) for r, a in zip(requests, answers, strict=True)]
-    exact = [_table(a, "oracle") for a in answers]
-    rounding: list[float] = []
-    for arm in ("stock", "optimized"):
-        engine, info = ctx.engine_for(arm, cell)
-        completions = engine.generate(forced, run=f"{unit.name}/{first}/{arm}", keep_logits=True)
-        ctx.write_steps(engine.drain_ledger(), arm=arm, cell=cell, info=info)
-        tables = [_table(c, arm) for c in completions]
-        if arm == "stock":
-            # Two log-probabilities each off by stock's largest error can swap; the margin scales it.
-            scale = 2 * (1 + ctx.scope.manifest.margins.fidelity)
-            rounding = [scale * _largest_difference(t, e) for t, e in zip(tables, exact, strict=True)]
-        for i, (request, table) in enumerate(zip(forced, tables, strict=True)):
-            ctx.record(
-                FidelityRecord,
-                arm=arm,
-                cell=cell,
-                evidence=evidence(info),
-                sequence=f"{first + i}",
-                **compare(table, exact[i], request.forced, near_tie=rounding[i]),
-            )
+
+
+class _Batch:
+    """One batch of forced sequences through every arm."""
+
+    def __init__(self, unit: Unit, ctx: Context, cell: CellKey, tokens: int, first: int, exact: bool) -> None:
+        self.unit, self.ctx, self.cell, self.tokens, self.first, self.exact = unit, ctx, cell, tokens, first, exact
+        self.run_name = f"{unit.name}/{first}"
+
+    def run(self) -> None:
+        oracle, info = self.ctx.engine("oracle", tp=1, cell=self.cell)
+        seed = self.ctx.seed(self.run_name)
+        bucket = self.ctx.scope.bucket(self.cell.context)
+        requests = together(self.cell.requests, self.tokens, bucket, info, seed)
+        sampled = [
+            replace(r, sampling=Sampling(temperature=1.0, seed=seed + i, ignore_eos=True))
+            for i, r in enumerate(requests)
+        ]
+        answers, _, routing = self._generate(oracle, sampled, "oracle")
+        exact = [_table(a, "oracle") for a in answers]
+        forced = [replace(r, forced=tuple(a.token_ids)) for r, a in zip(requests, answers, strict=True)]
+        largest = 0.0
+        for arm in ARMS:
+            engine, info = self._engine(arm)
+            completions, steps, chosen = self._generate(engine, forced, arm)
+            self.ctx.write_steps(steps, arm=arm, cell=self.cell, info=info)
+            tables = [_table(c, arm) for c in completions]
+            if arm == "stock":
+                largest = max(largest_error(t, e) for t, e in zip(tables, exact, strict=True))
+            # Two log-probabilities each off by stock's largest error can swap.
+            near_tie = 2 * largest * (1 + self.ctx.scope.manifest.margins.fidelity)
+            for i, (request, table) in enumerate(zip(forced, tables, strict=True)):
+                # The first token comes out of prefill, which is stock in either arm.
+                found = compare(table[1:], exact[i][1:], request.forced[1:], near_tie=near_tie)
+                self._record(FidelityRecord, arm, info, sequence=f"{self.first + i}", **found)
+            self._record_routing(arm, info, steps, routing, chosen)
+
+    def _engine(self, arm: str) -> tuple[Engine, EngineInfo]:
+        cell, options = self.cell, self.ctx.scope.manifest.engine.exact_options if self.exact else None
+        acceptance = "measured" if cell.draft_length else "none"
+        return self.ctx.engine(
+            arm,
+            tp=cell.tp,
+            dcp=cell.dcp,
+            draft_length=cell.draft_length,
+            acceptance=acceptance,
+            cell=cell,
+            options=options,
+        )
+
+    def _generate(
+        self, engine: Engine, requests: Sequence[Request], arm: str
+    ) -> tuple[list[Completion], list[LedgerStep], list[RoutingStep]]:
+        """Completions, ledger and, of engines that tell, the chosen experts."""
+        teller = engine if isinstance(engine, RoutingEngine) and not self.cell.draft_length else None
+        if teller is not None:
+            teller.record_routing(True)
+        try:
+            done = engine.generate(requests, run=f"{self.run_name}/{arm}", keep_logits=True)
+            return done, engine.drain_ledger(), list(teller.drain_routing()) if teller is not None else []
+        finally:
+            if teller is not None:
+                teller.record_routing(False)
+
+    def _record(self, kind: type[Any], arm: str, info: EngineInfo, **fields: Any) -> None:
+        self.ctx.record(kind, arm=arm, cell=self.cell, evidence=evidence(info), exact=self.exact, **fields)
+
+    def _record_routing(
+        self,
+        arm: str,
+        info: EngineInfo,
+        steps: Sequence[LedgerStep],
+        oracle: Sequence[RoutingStep],
+        chosen: Sequence[RoutingStep],
+    ) -> None:
+        decode = {step.index for step in steps if step.kind == "decode"}
+        for row, counts in enumerate(count_routing(oracle, [s for s in chosen if s.index in decode])):
+            self._record(RoutingRecord, arm, info, sequence=f"{self.first + row}", **counts)
+
+
+def count_routing(oracle: Sequence[RoutingStep], chosen: Sequence[RoutingStep]) -> list[dict[str, Any]]:
+    """Per sequence, the fields of a :class:`RoutingRecord`: row ``i`` of every step is sequence ``i``.
+
+    Steps of other rows than the oracle's are no comparison: :class:`EvidenceError`.
+    """
+    expected = {(s.index, s.layer): s.experts for s in oracle}
+    found: list[dict[str, Any]] = []
+    for step in chosen:
+        wanted = expected.get((step.index, step.layer))
+        if wanted is None or len(wanted) != len(step.experts) or (found and len(found) != len(wanted)):
+            raise EvidenceError(f"step {step.index} of {step.run} routed other rows than the oracle's")
+        if not found:
+            empty = {"choices": 0, "sets_differ": 0, "experts_differ": 0, "experts": len(step.experts[0])}
+            found = [{**empty, "layers": {}} for _ in wanted]
+        for counts, right, own in zip(found, wanted, step.experts, strict=True):
+            missing = len(set(right) - set(own))
+            counts["choices"] += 1
+            counts["experts_differ"] += missing
+            if missing:
+                counts["sets_differ"] += 1
+                counts["layers"][step.layer] = counts["layers"].get(step.layer, 0) + 1
+    return found
 
 
 def _table(completion: Completion, arm: str) -> torch.Tensor:
@@ -70,7 +169,8 @@ def _table(completion: Completion, arm: str) -> torch.Tensor:
     return completion.full_logprobs.detach().double().cpu().log_softmax(1)
 
 
-def _largest_difference(table: torch.Tensor, exact: torch.Tensor) -> float:
+def largest_error(table: torch.Tensor, exact: torch.Tensor) -> float:
+    """Largest difference of two tables of log-probabilities, where both are finite."""
     difference = (table - exact).abs()
     return float(difference[difference.isfinite()].max()) if difference.isfinite().any() else 0.0
 
@@ -91,14 +191,22 @@ def compare(table: torch.Tensor, exact: torch.Tensor, forced: Sequence[int], nea
     index = torch.tensor(list(forced)).unsqueeze(1)
     error = (table.gather(1, index) - exact.gather(1, index)).abs().squeeze(1)
     best = exact.topk(2, dim=1).values
+    gap = best[:, 0] - best[:, 1]
     flipped = table.argmax(1) != exact.argmax(1)
+    logs = 0.5 * divergence.clamp_min(KL_FLOOR).log()
     return {
         "positions": len(forced),
         "kl_sum": float(divergence.sum()),
         "kl_max": float(divergence.max()),
         "abs_error_sum": float(error.sum()),
         "abs_error_max": float(error.max()),
+        "log_error_sum": float(logs.sum()) if bool(logs.isfinite().all()) else math.inf,
+        "largest_error": largest_error(table, exact),
+        "largest_flip": float(gap[flipped].max()) if bool(flipped.any()) else 0.0,
         "top1_flips": int(flipped.sum()),
-        "near_ties": int((flipped & (best[:, 0] - best[:, 1] <= near_tie)).sum()),
+        "near_ties": int((flipped & (gap <= near_tie)).sum()),
         "nonfinite": nonfinite,
     }
+
+
+__all__ = ["batches_of", "compare", "count_routing", "run"]

@@ -5,13 +5,25 @@ Importing this module imports lm-eval, which takes seconds.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from lm_eval.api.model import LM
 
-from fasttrack.target import Completion, Engine, Request, Sampling
+from fasttrack.target import ChatEngine, Completion, Engine, Request, Sampling
+from fasttrack.tasks.text import THINK_MARKS
+
+#: What a chat template is known by: these turns as it renders them.
+_TURNS = [{"role": role, "content": f"<{role}>"} for role in ("user", "assistant", "user")]
+
+
+def chat_template_sha256(engine: Engine) -> str | None:
+    """SHA-256 of a fixed conversation's token ids; None where the engine has no chat template."""
+    if not isinstance(engine, ChatEngine):
+        return None
+    return hashlib.sha256(",".join(map(str, engine.encode_chat(_TURNS))).encode()).hexdigest()
 
 
 @dataclass
@@ -22,10 +34,15 @@ class Observation:
     finish_reason: str  #: "stop", "length", "abort", "scored" (log-likelihood), "skipped" (above the context)
     output_tokens: int
     text: str = ""
+    prompt_tokens: int = 0
 
 
 class EngineLM(LM):
-    """``max_tokens`` caps every generation, whatever the task asks for. ``seed_of(doc, repeat)`` seeds sampling.
+    """``max_tokens`` caps every generation, whatever the task asks for. ``seed_of(doc)`` seeds sampling.
+
+    Prompts to be continued go through the engine's chat template where it has one: as the turns of the document's
+    ``messages``, else as one turn of the user's. A template that opens a reasoning block in the assistant's name
+    gets its mark back in front of the response, so that a scorer sees a block that never closed.
 
     Observations are kept per task item: ``observations[doc_id]`` in the order of the item's requests.
     """
@@ -52,9 +69,11 @@ class EngineLM(LM):
 
     def generate_until(self, requests: list[Any]) -> list[str]:
         wanted: list[Request | None] = []
+        openings: list[str] = []
         for number, instance in enumerate(requests):
             context, options = instance.args
-            prompt = tuple(self.engine.encode(context))
+            prompt, opening = self._prompt(instance.doc, context)
+            openings.append(opening)
             tokens = min(self.max_tokens, int(options.get("max_gen_toks", self.max_tokens)))
             stop = options.get("until") or []
             sampling = Sampling(
@@ -66,12 +85,22 @@ class EngineLM(LM):
             wanted.append(Request(f"g{number}", prompt, tokens, sampling) if fits else None)
         answers = self._generate(wanted, "generate")
         texts = []
-        for instance, request, done in zip(requests, wanted, answers, strict=True):
-            text = _before_stop(done.text, request.sampling.stop) if done and request else ""
+        for instance, request, done, opening in zip(requests, wanted, answers, openings, strict=True):
+            text = opening + _before_stop(done.text, request.sampling.stop) if done and request else ""
             reason, count = (done.finish_reason, len(done.token_ids)) if done else ("skipped", 0)
-            self._observe(instance, Observation(instance.args[0], reason, count, text))
+            asked = len(request.prompt) if request else 0
+            self._observe(instance, Observation(instance.args[0], reason, count, text, asked))
             texts.append(text)
         return texts
+
+    def _prompt(self, doc: Any, context: str) -> tuple[tuple[int, ...], str]:
+        """Token ids, and the mark of a reasoning block that they leave open."""
+        if not isinstance(self.engine, ChatEngine):
+            return tuple(self.engine.encode(context)), ""
+        turns = (doc or {}).get("messages") or [{"role": "user", "content": context}]
+        prompt = tuple(self.engine.encode_chat(turns))
+        tail = self.engine.decode(prompt[-16:]).rstrip()
+        return prompt, next((start for start, _ in THINK_MARKS if tail.endswith(start)), "")
 
     def loglikelihood(self, requests: list[Any]) -> list[tuple[float, bool]]:
         wanted: list[Request | None] = []

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from fasttrack.cli.data import DataOption, task_data
 from fasttrack.cli.output import plain, table
 from fasttrack.errors import UsageError
 
@@ -24,6 +25,7 @@ def validate(
     run: Annotated[Path | None, typer.Option(help="Exactly this run folder: a new one, or one to continue.")] = None,
     fresh: Annotated[bool, typer.Option("--fresh", help="Start anew even if an unfinished run could go on.")] = False,
     head: Annotated[str | None, typer.Option(help="Commit the seeds derive from; default: the checkout's.")] = None,
+    data: DataOption = None,
     nonce: Annotated[str | None, typer.Option(help="A reviewer's word that goes into the seeds.")] = None,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the verdict as JSON.")] = False,
@@ -44,6 +46,7 @@ def validate(
         fresh=fresh,
         head=head,
         nonce=nonce,
+        data=task_data(data),
         argv=tuple(sys.argv[1:]),
     )
     outcome = run_experiment(request, reporter(quiet))

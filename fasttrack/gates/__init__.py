@@ -7,7 +7,9 @@ from typing import Any, Literal
 
 from fasttrack.errors import UsageError
 from fasttrack.gates.base import Gate, GateResult, Number, Scope, Verdict
-from fasttrack.gates.evals import fidelity, task_scores
+from fasttrack.gates.evals import fidelity, routing
+from fasttrack.gates.evals_tasks import task_scores
+from fasttrack.gates.evals_text import acceptance, free_running
 from fasttrack.gates.features import FEATURE_GATES
 from fasttrack.gates.isolation import a_a, off_is_off, probes, refusals, scope_coverage
 from fasttrack.gates.numerics import error, poison
@@ -26,6 +28,9 @@ GATES: dict[str, Gate] = {
     "isolation.refusals": refusals,
     **FEATURE_GATES,
     "evals.fidelity": fidelity,
+    "evals.routing": routing,
+    "evals.free_running": free_running,
+    "evals.acceptance": acceptance,
     "evals.task_scores": task_scores,
     "performance.accounting": accounting,
     "performance.speedup": speedup,

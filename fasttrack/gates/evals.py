@@ -1,4 +1,4 @@
-"""Answers are preserved: error against a higher-precision oracle, and paired task scores."""
+"""Rungs (a) and (b): forced logits and routing, each arm's error against a higher-precision oracle."""
 
 from __future__ import annotations
 
@@ -6,152 +6,198 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from fasttrack.gates.base import GateResult, Number, Scope, Verdict, group_by, select, some, units_of
-from fasttrack.records import EvalItemRecord, FidelityRecord, StepRecord
+from fasttrack.gates.base import GateResult, Number, Scope, group_by, select, units_of
+from fasttrack.gates.primaries import Primary, conclude, ratio_of_totals
+from fasttrack.records import CellKey, FidelityRecord, NotMeasuredRecord, RoutingRecord, StepRecord
 
 #: A KL divergence below this, per position, is rounding of the FP64 sum itself, in nats.
 KL_FLOOR = 1e-15
-DEFAULT_TASK_MARGIN = 2.0  #: points of 100
+Pairs = list[tuple[Any, Any]]
 
 
 def fidelity(scope: Scope, records: Sequence[Any]) -> GateResult:
-    """err(optimized) <= (1 + m) err(stock), both against the oracle, with a 95 % bound over sequences.
+    """err(optimized) <= (1 + m) err(stock), both against the oracle, per step kind and context bucket.
 
-    The error of a sequence is the square root of its summed KL divergence, which grows linearly with
-    the error of the logits; arms are compared by the mean log ratio over paired sequences.
+    The error of a position is the square root of its KL divergence, which is linear in the error of the logits.
+    Arms are compared by the mean log ratio over a sequence's positions, with a t bound over sequences of all
+    deployments; a breach is looked for in every deployment by itself.
     """
     from fasttrack.stats.paired import t_bounds  # scipy takes half a second, and listing gates must not
 
     name = "evals.fidelity"
     found = select(records, FidelityRecord)
-    by_cell = group_by(found, lambda r: str(r.cell))
-    limit = math.log1p(scope.manifest.margins.fidelity)
-    failed, unsure, numbers = list[str](), list[str](), list[Number]()
-    for cell, own in by_cell.items():
-        stock = {r.sequence: r for r in own if r.arm == "stock"}
-        pairs = [(stock[r.sequence], r) for r in own if r.arm == "optimized" and r.sequence in stock]
+    if not found:
+        return _nothing(name, records, ("fidelity", "fidelity-exact"), "No sequence was teacher-forced")
+    primaries, broken, unsure, numbers = list[Primary](), list[str](), list[str](), list[Number]()
+    for key, own in group_by(found, _bucket).items():
+        exact, margins = own[0].exact, scope.manifest.margins
+        limit = 1 + (margins.fidelity_exact if exact else margins.fidelity)
+        pairs, lonely = paired(own)
+        if lonely:
+            unsure.append(f"{key}: {lonely} sequences in one arm only")
         if not pairs:
-            unsure.append(f"{cell}: no pair of sequences")
             continue
         bounds = t_bounds([_log_ratio(a, b) for a, b in pairs])
-        flips = sum(b.top1_flips - b.near_ties for _, b in pairs)
-        allowed = sum(a.top1_flips - a.near_ties for a, _ in pairs)
-        nonfinite = sum(b.nonfinite for _, b in pairs)
-        numbers += [
+        numbers.append(
             Number(
-                f"error ratio {cell}",
+                f"error ratio {key}",
                 math.exp(bounds.mean),
                 f"optimized / stock, 95 % upper bound {_exp(bounds.upper):.4g}, {bounds.n} sequences",
-                f"bound <= {math.exp(limit):.4g}",
-            ),
-            Number(
-                f"top-1 flips beyond near ties {cell}",
-                flips,
-                f"of {sum(b.positions for _, b in pairs)}",
-                f"<= {allowed}",
-            ),
-            Number(f"non-finite {cell}", nonfinite, "log-probabilities", "0"),
-        ]
-        if nonfinite:
-            failed.append(f"{cell}: {nonfinite} non-finite log-probabilities")
-        elif flips > allowed:
-            failed.append(f"{cell}: {flips} top-1 flips beyond near ties, stock {allowed}")
-        elif bounds.lower > limit:
-            failed.append(f"{cell}: {math.exp(bounds.mean):.3g} times stock's error")
-        elif bounds.upper > limit:
-            unsure.append(f"{cell}: {math.exp(bounds.mean):.3g} times stock's error, bound {_exp(bounds.upper):.3g}")
-        elif vacuous := _not_specialised(records, pairs[0][1].unit):
-            unsure.append(f"{cell}: {vacuous}")
-    if not found:
-        return GateResult(gate=name, verdict="not_run", reason="No sequence was teacher-forced.")
-    if failed:
-        return GateResult(
-            gate=name, verdict="fail", reason=f"Less faithful than stock: {some(failed)}.", numbers=numbers
+                f"bound <= {limit:.4g}",
+            )
         )
-    if unsure:
-        return GateResult(gate=name, verdict="inconclusive", reason=f"Not decided: {some(unsure)}.", numbers=numbers)
-    reason = f"The optimised arm's error to the oracle is at most {math.exp(limit):.3g} times stock's own."
-    return GateResult(gate=name, verdict="pass", reason=reason, numbers=numbers)
+        numbers += _described(key, pairs)
+        inside = bounds.upper <= math.log(limit)
+        text = f"{key}: {math.exp(bounds.mean):.3g} times stock's error, bound {_exp(bounds.upper):.3g}"
+        primaries.append(Primary(inside, None, text))
+        for deployment, part in group_by(pairs, lambda pair: _deployment(pair[0].cell)).items():
+            ratios = [_log_ratio(a, b) for a, b in part]
+            where = f"{key} {deployment}"
+            text = f"{where}: {math.exp(sum(ratios) / len(ratios)):.3g} times stock's error"
+            primaries.append(Primary(True, _breach(ratios, math.log(limit)), text))
+            broken += _broken(where, part, 1 + margins.fidelity)
+        unsure += _vacuous(records, pairs)
+    most = 1 + scope.manifest.margins.fidelity
+    passed = f"The optimised arm's error to the oracle is at most {most:.3g} times stock's own"
+    return conclude(
+        name, primaries, numbers=numbers, passed=passed, failed="Less faithful than stock", broken=broken, unsure=unsure
+    )
+
+
+def routing(scope: Scope, records: Sequence[Any]) -> GateResult:
+    """Sets of experts unlike the oracle's: at most (1 + m) times as often as in stock, per step kind and bucket."""
+    name = "evals.routing"
+    found = select(records, RoutingRecord)
+    if not found:
+        return _nothing(name, records, ("fidelity", "fidelity-exact"), "The engine tells no chosen experts")
+    limit = 1 + scope.manifest.margins.routing
+    primaries, unsure, numbers = list[Primary](), list[str](), list[Number]()
+    for key, own in group_by(found, _bucket).items():
+        pairs, lonely = paired(own)
+        if lonely:
+            unsure.append(f"{key}: {lonely} sequences in one arm only")
+        if not pairs:
+            continue
+        for where, part, judged in (
+            (key, pairs, True),
+            *((f"{key} {d}", p, False) for d, p in group_by(pairs, lambda pair: _deployment(pair[0].cell)).items()),
+        ):
+            differ = [a.sets_differ for a, _ in part], [b.sets_differ for _, b in part]
+            seen = ratio_of_totals(*differ, limit, ([a.choices for a, _ in part], [b.choices for _, b in part]))
+            choices = sum(b.choices for _, b in part)
+            text = f"{where}: {sum(differ[1])} of {choices} sets of experts unlike the oracle's, stock {sum(differ[0])}"
+            primaries.append(Primary(seen.inside or not judged, None if judged else seen.p, text))
+            if judged:
+                worst = _worst_layer([b for _, b in part])
+                unit = f"of {choices} choices, stock {sum(differ[0])}, ratio's 95 % upper bound {seen.upper:.4g}{worst}"
+                numbers.append(
+                    Number(f"expert sets unlike the oracle's {key}", sum(differ[1]), unit, f"<= {limit:.4g}")
+                )
+        unsure += _vacuous(records, pairs)
+    passed = f"Experts differ from the oracle's at most {limit:.3g} times as often as in stock"
+    failed = "Other experts than stock chooses"
+    return conclude(name, primaries, numbers=numbers, passed=passed, failed=failed, unsure=unsure)
+
+
+def paired(records: Sequence[Any]) -> tuple[Pairs, int]:
+    """(stock, optimised) records of the same unit, batch size and sequence, and how many have no partner."""
+    by_arm: dict[str, dict[Any, Any]] = {"stock": {}, "optimized": {}}
+    for record in records:
+        if record.arm in by_arm:
+            by_arm[record.arm][record.unit, str(record.cell), record.sequence] = record
+    stock, optimized = by_arm["stock"], by_arm["optimized"]
+    return [(stock[k], optimized[k]) for k in stock if k in optimized], len(stock.keys() ^ optimized.keys())
+
+
+def _bucket(record: Any) -> str:
+    cell = record.cell
+    step, context = (cell.step, cell.context) if cell else ("decode", "")
+    return f"{step}/{context}" + ("/exact" if record.exact else "")
+
+
+def _deployment(cell: CellKey | None) -> str:
+    return f"tp{cell.tp}/dl{cell.draft_length}/dcp{cell.dcp}" if cell else "any"
 
 
 def _log_ratio(stock: FidelityRecord, optimised: FidelityRecord) -> float:
+    """Mean log ratio of the positions' errors; of the whole sequence's where positions were not recorded."""
     if not math.isfinite(optimised.kl_sum):
         return math.log(1e9)
+    if stock.log_error_sum is not None and optimised.log_error_sum is not None:
+        return (optimised.log_error_sum - stock.log_error_sum) / max(1, stock.positions)
     floor = KL_FLOOR * max(1, stock.positions)
     return 0.5 * math.log((optimised.kl_sum + floor) / (stock.kl_sum + floor))
 
 
+def _breach(ratios: Sequence[float], limit: float) -> float:
+    """One-sided p-value of "the mean log ratio is at most ``limit``"."""
+    from scipy.stats import t
+
+    n, mean = len(ratios), sum(ratios) / len(ratios)
+    if n < 2:
+        return 1.0
+    error = math.sqrt(sum((r - mean) ** 2 for r in ratios) / (n - 1) / n)
+    return float(t.sf((mean - limit) / error, n - 1)) if error > 0 else float(mean <= limit)
+
+
+def _broken(where: str, pairs: Pairs, slack: float) -> list[str]:
+    """What no statistics excuse: numbers that are none, and best tokens lost that no rounding explains.
+
+    Two log-probabilities that are each off by no more than ``slack`` times stock's largest error swap only across
+    gaps of twice that.
+    """
+    nonfinite = sum(b.nonfinite for _, b in pairs) - sum(a.nonfinite for a, _ in pairs)
+    texts = [f"{where}: {nonfinite} non-finite log-probabilities"] if nonfinite > 0 else []
+    largest = [a.largest_error for a, _ in pairs if a.largest_error is not None]
+    widest = max(b.largest_flip for _, b in pairs)
+    if largest and widest > 2 * slack * max(largest):
+        texts.append(
+            f"{where}: the best token lost across a gap of {widest:.3g} nats, stock errs by {max(largest):.3g}"
+        )
+    return texts
+
+
+def _described(key: str, pairs: Pairs) -> list[Number]:
+    positions = sum(b.positions for _, b in pairs)
+    sums = [[sum(getattr(r, field) for r in arm) for field in _SUMS] for arm in zip(*pairs, strict=True)]
+    texts = ("KL divergence", "error of the forced token's log-probability", "top-1 flips", "near ties among them")
+    units = ("nats a token", "nats a token", "a token", "a token")
+    return [
+        Number(f"{text} {key}", other / positions, f"{unit}, stock {one / positions:.4g}", "")
+        for text, unit, one, other in zip(texts, units, *sums, strict=True)
+    ]
+
+
+_SUMS = ("kl_sum", "abs_error_sum", "top1_flips", "near_ties")
+
+
+def _worst_layer(records: Sequence[RoutingRecord]) -> str:
+    layers: dict[int, int] = {}
+    for record in records:
+        for layer, count in record.layers.items():
+            layers[layer] = layers.get(layer, 0) + count
+    return f", most in layer {max(layers, key=lambda layer: layers[layer])}" if layers else ""
+
+
+def _vacuous(records: Sequence[Any], pairs: Pairs) -> list[str]:
+    """Why the sequences do not speak about the optimised path; empty when they do."""
+    reasons = []
+    for unit in dict.fromkeys(b.unit for _, b in pairs):
+        steps = [s for s in select(units_of(records, unit), StepRecord, arm="optimized") if s.kind != "prefill"]
+        pure = [s for s in steps if s.kind in ("decode", "verify")]
+        stock = [s for s in pure if s.path != "specialized"]
+        if not pure:
+            reasons.append(f"{unit}: no step of the optimised arm was recorded")
+        elif stock:
+            reasons.append(f"{unit}: {len(stock)} of {len(pure)} pure decode steps ran stock")
+    return reasons
+
+
+def _nothing(gate: str, records: Sequence[Any], what: Sequence[str], reason: str) -> GateResult:
+    said = [r.reason for r in select(records, NotMeasuredRecord) if r.what in what]
+    text = f"{reason}: {said[0]}" if said else reason
+    return GateResult(gate=gate, verdict="not_run", reason=f"{text.rstrip('.')}.")
+
+
 def _exp(value: float) -> float:
     return math.exp(value) if value < 700 else math.inf
-
-
-def _not_specialised(records: Sequence[Any], unit: str) -> str:
-    """Why the sequences of ``unit`` do not speak about the optimised path, empty when they do."""
-    steps = [s for s in select(units_of(records, unit), StepRecord, arm="optimized") if s.kind in ("decode", "verify")]
-    stock = [s for s in steps if s.path != "specialized"]
-    if not steps:
-        return "no step of the optimised arm was recorded"
-    return f"{len(stock)} of {len(steps)} pure decode steps ran stock" if stock else ""
-
-
-def task_scores(scope: Scope, records: Sequence[Any]) -> GateResult:
-    """Per task, the optimised arm loses at most the margin, paired per question, repeats averaged first."""
-    name = "evals.task_scores"
-    found = select(records, EvalItemRecord)
-    if not found:
-        return GateResult(gate=name, verdict="not_run", reason="No task was run.")
-    verdicts, numbers = dict[str, tuple[Verdict, str]](), list[Number]()
-    for task, own in group_by(found, lambda r: r.task).items():
-        verdicts[task], described = _task(scope, task, [r for r in own if r.finish_reason != "skipped"])
-        numbers += described
-        skipped = sum(r.finish_reason == "skipped" for r in own)
-        if skipped:
-            numbers.append(Number(f"{task} skipped", skipped, "items above the engine's context", ""))
-    for task in (t.name for t in scope.manifest.tasks):
-        verdicts.setdefault(task, ("inconclusive", f"{task} was not run"))
-    order: tuple[Verdict, ...] = ("fail", "inconclusive", "pass")
-    verdict = next(v for v in order if v in {one for one, _ in verdicts.values()})
-    reason = some((text for one, text in verdicts.values() if one == verdict), most=4)
-    return GateResult(gate=name, verdict=verdict, reason=reason[:1].upper() + reason[1:] + ".", numbers=numbers)
-
-
-def _task(scope: Scope, task: str, own: list[EvalItemRecord]) -> tuple[tuple[Verdict, str], list[Number]]:
-    from fasttrack.stats.paired import score_bounds
-
-    scores = {
-        arm: {
-            item: sum(r.score for r in group) / len(group) for item, group in group_by(of_arm, lambda r: r.item).items()
-        }
-        for arm, of_arm in group_by(own, lambda r: r.arm).items()
-    }
-    stock, optimised = scores.get("stock", {}), scores.get("optimized", {})
-    items = [item for item in stock if item in optimised]
-    if not items or len(items) != len(stock) or len(items) != len(optimised):
-        what = f"{task}: stock answered {len(stock)} questions, the optimised arm {len(optimised)}, both {len(items)}"
-        return ("inconclusive", what), []
-    if not any(r.details.get("specialized_steps", 1) for r in own if r.arm == "optimized"):
-        return ("inconclusive", f"{task}: no step of the optimised arm ran specialised"), []
-    margin = scope.manifest.margins.task_points.get(task, DEFAULT_TASK_MARGIN)
-    means = [100 * sum(arm[i] for i in items) / len(items) for arm in (stock, optimised)]
-    bounds = score_bounds([optimised[i] - stock[i] for i in items])
-    numbers = [
-        Number(f"{task} stock", means[0], f"points, {len(items)} questions", ""),
-        Number(f"{task} optimized", means[1], f"points, {len(items)} questions", ""),
-        Number(
-            f"{task} difference",
-            100 * bounds.mean,
-            f"points, 95 % lower bound {100 * bounds.lower:.3g}",
-            f"bound >= -{margin:g}",
-        ),
-    ]
-    for edge, word in ((0.0, "floor"), (100.0, "ceiling")):
-        if means == [edge, edge]:
-            return (
-                "inconclusive",
-                f"{task}: both arms score at the {word} ({edge:g}), so no difference could show",
-            ), numbers
-    if 100 * bounds.lower >= -margin:
-        return ("pass", f"{task}: a drop of more than {margin:g} points is excluded"), numbers
-    if 100 * bounds.upper < -margin:
-        return ("fail", f"{task}: the optimised arm loses more than {margin:g} points"), numbers
-    return ("inconclusive", f"{task}: {len(items)} questions cannot exclude a drop of {margin:g} points"), numbers

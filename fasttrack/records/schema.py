@@ -228,16 +228,18 @@ class EvalTaskRecord(_Base):
 
 
 class RoutingRecord(_Base):
-    """Experts chosen by one layer in teacher-forced steps of one kind, compared row by row with the oracle's."""
+    """Experts chosen for one teacher-forced sequence in its pure decode steps, compared with the oracle's.
+
+    A *choice* is one step in one layer.
+    """
 
     type: Literal["routing"] = "routing"
-    batch: str  #: which forced batch; arms share it
-    step: StepKind
-    layer: int
-    rows: int
-    sets_differ: int  #: rows whose set of experts is not the oracle's
-    experts_differ: int  #: experts that the oracle chose and the arm did not, all rows
-    per_row: int  #: experts chosen per row
+    sequence: str
+    choices: int
+    sets_differ: int  #: choices whose set of experts is not the oracle's
+    experts_differ: int  #: experts that the oracle chose and the arm did not, all choices
+    experts: int  #: chosen per choice
+    layers: dict[int, int] = {}  #: layer -> sets that differ, where any do
     exact: bool = False
 
 

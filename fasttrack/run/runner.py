@@ -39,6 +39,7 @@ from fasttrack.run.journal import now
 from fasttrack.run.progress import Reporter, Silent
 from fasttrack.run.seeds import Seeds
 from fasttrack.target import Target, TargetDescription, find_target
+from fasttrack.tasks.sources import bind_data, data_digest
 
 
 @dataclass(frozen=True)
@@ -53,6 +54,7 @@ class Request:
     fresh: bool = False  #: never resume
     head: str | None = None
     nonce: str | None = None
+    data: tuple[tuple[str, str], ...] = ()  #: (task, path of its data), which wins over the manifest's
     argv: tuple[str, ...] = ()
 
 
@@ -81,6 +83,7 @@ def prepare(request: Request) -> Prepared:
     target = find_target(manifest.target)
     description = target.describe()
     manifest, raw = load_manifest(request.manifest, description)
+    manifest = bind_data(manifest, dict(request.data), request.manifest.parent)
     plan = make_plan(manifest, description, request.tier, request.checks, where=str(request.manifest))
     return Prepared(manifest, raw, target, description, plan)
 
@@ -134,9 +137,10 @@ def _open_folder(request: Request, prepared: Prepared) -> tuple[RunFolder, bool,
         "seeds": seeds.to_json(),
         "target": asdict(prepared.description),
         "plan": [_unit_json(unit) for unit in prepared.plan.units],
+        "data": {task.name: digest for task in prepared.manifest.tasks if (digest := data_digest(task))},
         "argv": list(request.argv),
     }
-    same = {key: facts[key] for key in ("tier", "checks", "seeds", "plan")}
+    same = {key: facts[key] for key in ("tier", "checks", "seeds", "plan", "data")}
     facts["identity"] = identity({**same, "environment": environment, "diff": source.diff_sha256})
     existing = _existing(request, str(facts["identity"]))
     if existing is not None:
