@@ -22,6 +22,7 @@ _STATEMENT = re.compile(r"(?:@(!?)(%?[\w$]+)\s+)?([A-Za-z][\w.:]*)\s*(.*)", re.S
 _PARAM = re.compile(r"\.param\s+(?P<mods>(?:\.\w+\s+(?:\d+\s+)?)*)(?P<name>[\w$%]+)\s*(?:\[\s*(?P<count>\d*)\s*\])?")
 _REG = re.compile(r"\.reg\s+(?:\.v[24]\s+)?\.\w+\s+(.*)", re.S)
 _FILE = re.compile(r"^\s*\.file\s+(\d+)\s+\"([^\"]*)\"", re.M)
+_LINE = re.compile(r"\.(?:loc|file)\s")
 _LOC = re.compile(r"\.loc\s+(\d+)\s+(\d+)")
 _SYMBOL = re.compile(r"\.(global|shared|const|local)\s+[^;={]*?([$A-Za-z_][\w$]*)\s*(?:\[[^\]]*\])*\s*(?=[;={])")
 
@@ -231,7 +232,7 @@ def _statements(text: str, at: int, body: Body, head: re.Match[str], origin: str
             else:
                 body.labels[scopes[-1], label.group(1)] = len(body.statements)
             continue
-        if text.startswith((".loc", ".file"), at):
+        if _LINE.match(text, at):
             end = text.find("\n", at)
             end = len(text) if end < 0 else end
             m = _LOC.match(text, at)

@@ -159,8 +159,8 @@ class Tracer:
         base = form.terms[0][0] if len(form.terms) == 1 else None
         if isinstance(base, Leaf) and base.kind == "paramaddr":  # a generic load of the parameter block
             found |= _leaf(Leaf("param", base.name, base.index, form.constant), level)
-        elif access.space in ("shared", "local"):
-            for i, value in self._stored(ins, access, name, form):
+        elif (space := self._space(access, form)) in ("shared", "local"):
+            for i, value in self._stored(ins, access, space, name, form):
                 if isinstance(value, str):
                     stack.append((i, value, level))
                 elif isinstance(value, Leaf):
@@ -172,13 +172,23 @@ class Tracer:
                 elif isinstance(t, Leaf):
                     found |= _leaf(t, level + 1)
 
-    def _stored(self, ins: Instruction, access: Access, name: str, form: Affine) -> Iterator[tuple[int, Operand]]:
+    @staticmethod
+    def _space(access: Access, form: Affine) -> str:
+        """The space of an access; generic ones are resolved when their base is a variable."""
+        if access.space == "generic":
+            kinds = {a.kind for a, c in form.terms if c == 1 and isinstance(a, Leaf)} & {"shared", "local"}
+            return kinds.pop() if kinds else "generic"
+        return access.space
+
+    def _stored(
+        self, ins: Instruction, access: Access, space: str, name: str, form: Affine
+    ) -> Iterator[tuple[int, Operand]]:
         """Values the kernel stores where ``name`` is loaded from, with the index of the store."""
         sass = self.flow.function.stage == "sass"  # operands are 32-bit registers, whatever the access width
         if not sass and 0 < access.width < 8:
             return
         wanted = form.constant + ins.defs.index(name) * (4 if sass else access.width or 8)
-        for i, store in self._stores.get(access.space, ()):
+        for i, store in self._stores.get(space, ()):
             if not sass and 0 < store.width < 8:
                 continue
             there = self.address_affine(i, store.address)
@@ -192,8 +202,9 @@ class Tracer:
         out: dict[str, list[tuple[int, Access]]] = {}
         for ins in self.code:
             for a in ins.accesses:
-                if a.what == "store" and a.space in ("shared", "local") and a.values:
-                    out.setdefault(a.space, []).append((ins.index, a))
+                if a.what == "store" and a.space in ("shared", "local", "generic") and a.values:
+                    space = self._space(a, self.address_affine(ins.index, a.address))
+                    out.setdefault(space, []).append((ins.index, a))
         return out
 
     # --- affine forms ------------------------------------------------------------------------------------------
@@ -289,6 +300,8 @@ def _leaf(leaf: Leaf, level: int = 0) -> frozenset[Origin]:
         return frozenset({Origin("param", leaf.index, None, leaf.name, level > 1)})
     if leaf.kind in ("param", "paramaddr"):
         return frozenset({Origin(leaf.kind, leaf.index, leaf.offset, leaf.name, level > 0)})
+    if level and leaf.kind in ("const", "shared", "local"):
+        return frozenset({Origin("unknown")})  # a pointer that was read from there points anywhere
     if leaf.kind in ("symbol", "const", "shared", "local"):
         return frozenset({Origin(leaf.kind, name=leaf.name, indirect=level > 0)})
     return frozenset()

@@ -85,6 +85,15 @@ def test_shared_memory_is_not_global() -> None:
     assert s.sites == []
 
 
+def test_stack_of_a_debug_build() -> None:
+    """Unoptimised code keeps pointers in a local frame that is addressed generically."""
+    s = subject(
+        ".local .align 8 .b8 __local_depot0[16]; mov.u64 %rd8, __local_depot0; cvta.local.u64 %rd9, %rd8;\n"
+        "ld.param.u64 %rd1, [x]; st.u64 [%rd9+8], %rd1; ld.u64 %rd2, [%rd9+8]; ld.f32 %f1, [%rd2];\nret;"
+    )
+    assert [(x.instruction.text, [o.index for o in x.origins]) for x in s.sites] == [("ld.f32 %f1, [%rd2]", [0])]
+
+
 def test_unknown_base_is_reported_as_unknown() -> None:
     s = subject("griddepcontrol.wait;\nld.global.f32 %f1, [%rd9];\nret;")
     assert [x.traced for x in s.sites] == [False]
