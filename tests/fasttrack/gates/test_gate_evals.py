@@ -1,21 +1,25 @@
-"""Fidelity and task-score gates on made-up records: what passes, what fails, and what is not decided."""
+"""Forced logits and routing on made-up records: what passes, what fails, and what is not decided."""
 
+import math
 import random
 
 import pytest
 from harness import toy_scope
 
 from fasttrack.gates import GATES
-from fasttrack.records import CellKey, EvalItemRecord, Evidence, FidelityRecord, StepRecord
+from fasttrack.records import CellKey, Evidence, FidelityRecord, NotMeasuredRecord, RoutingRecord, StepRecord
 
-CELL = CellKey(step="decode", tp=2, requests=4)
 PROOF = Evidence(kind="emulated")
-UNIT = f"evals/fidelity/{CELL}"
+CELL = CellKey(step="decode", tp=2, requests=4)
 
 
-def step(path="specialized"):
+def unit_of(cell):
+    return f"evals/fidelity/decode/tp{cell.tp}"
+
+
+def step(path="specialized", cell=CELL):
     return StepRecord(
-        unit=UNIT,
+        unit=unit_of(cell),
         arm="optimized",
         evidence=PROOF,
         run="r",
@@ -25,7 +29,7 @@ def step(path="specialized"):
         rows=4,
         padded_rows=0,
         draft_length=0,
-        tp=2,
+        tp=cell.tp,
         dcp=1,
         context_max=9,
         path=path,
@@ -34,30 +38,42 @@ def step(path="specialized"):
     )
 
 
-def sequences(ratio, n=16, spread=0.1, flips=0, nonfinite=0):
-    """Stock and optimised records whose errors have this ratio; KL goes with the square of the error."""
-    rng, records = random.Random(1), [step()]
+def sequences(ratio, n=16, spread=0.1, cell=CELL, exact=False, seed=1, **last):
+    """Stock and optimised records whose errors have this ratio; ``last`` changes one optimised record."""
+    rng, records = random.Random(seed), [step(cell=cell)]
     for i in range(n):
-        base = 1e-6 * rng.lognormvariate(0, 0.5)
-        for arm, kl in (("stock", base), ("optimized", base * ratio**2 * rng.lognormvariate(0, spread))):
-            own = {"top1_flips": flips, "nonfinite": nonfinite} if arm == "optimized" and i == 0 else {}
-            values = {"top1_flips": 0, "near_ties": 0, "nonfinite": 0, **own}
+        base = 1e-3 * rng.lognormvariate(0, 0.3)
+        for arm, error in (("stock", base), ("optimized", base * ratio * rng.lognormvariate(0, spread))):
+            own = last if arm == "optimized" and i == 0 else {}
+            values = {
+                "kl_sum": 32 * error**2,
+                "kl_max": error**2,
+                "log_error_sum": 32 * math.log(error),
+                "largest_error": 5 * base,
+                "top1_flips": 1,
+                "near_ties": 1,
+                "nonfinite": 0,
+                **own,
+            }
             records.append(
                 FidelityRecord(
-                    unit=UNIT,
+                    unit=unit_of(cell),
                     arm=arm,
-                    cell=CELL,
+                    cell=cell,
                     evidence=PROOF,
                     sequence=str(i),
                     positions=32,
-                    kl_sum=kl,
-                    kl_max=kl,
                     abs_error_sum=1.0,
                     abs_error_max=0.1,
+                    exact=exact,
                     **values,
                 )
             )
     return records
+
+
+def fidelity(records, **scope):
+    return GATES["evals.fidelity"](toy_scope(**scope), records)
 
 
 @pytest.mark.parametrize(
@@ -68,98 +84,136 @@ def sequences(ratio, n=16, spread=0.1, flips=0, nonfinite=0):
         (sequences(1.3), "fail", "times stock's error"),
         (sequences(1.09, n=4, spread=0.4), "inconclusive", "bound"),
         (sequences(1.0, n=1), "inconclusive", "bound"),
-        (sequences(1.0, flips=1), "fail", "top-1 flips"),
+        (sequences(1.0, largest_flip=1.0), "fail", "across a gap of 1 nats"),
+        (sequences(1.0, largest_flip=0.001), "pass", "at most 1.1"),
         (sequences(1.0, nonfinite=2), "fail", "non-finite"),
+        (sequences(1.0, kl_sum=math.inf), "inconclusive", "bound"),
+        (sequences(1.0)[:-1], "inconclusive", "1 sequences in one arm only"),
     ],
 )
 def test_fidelity(records, expected, word):
-    result = GATES["evals.fidelity"](toy_scope(), records)
+    result = fidelity(records)
     assert result.verdict == expected, result.reason
     assert word in result.reason
 
 
+def test_deployments_are_pooled_to_pass_and_looked_at_one_by_one_to_fail():
+    few = {"n": 9, "spread": 0.15}
+    both = [r for tp in (2, 4) for r in sequences(0.98, cell=CELL.model_copy(update={"tp": tp}), seed=tp, **few)]
+    assert fidelity(both).verdict == "pass"
+    assert fidelity(both[: len(both) // 2]).verdict == "inconclusive"
+    broken = CELL.model_copy(update={"tp": 4})
+    mixed = [*sequences(0.9, n=64), *sequences(1.4, n=8, cell=broken)]
+    result = fidelity(mixed)
+    assert result.verdict == "fail"
+    assert "tp4" in result.reason
+    assert "tp2" not in result.reason
+
+
+def test_exact_arithmetic_has_its_own_margin_and_hides_behind_nothing():
+    exact = sequences(1.8, exact=True)
+    assert fidelity([*sequences(1.0), *exact]).verdict == "pass"
+    assert fidelity([*sequences(1.0), *sequences(30.0, exact=True)]).verdict == "fail"
+    assert fidelity(exact, margins={"fidelity_exact": 0.1}).verdict == "fail"
+
+
+def test_many_sound_deployments_do_not_make_one_fail_by_chance():
+    """Twenty deployments exactly at the limit: without Holm's correction about one of them would be called a breach."""
+    verdicts = []
+    for seed in range(40):
+        records = []
+        for tp in range(1, 21):
+            cell = CELL.model_copy(update={"tp": tp})
+            records += sequences(1.1, n=12, spread=0.1, cell=cell, seed=100 * seed + tp)
+        verdicts.append(fidelity(records).verdict)
+    assert verdicts.count("fail") <= 6
+    assert verdicts.count("pass") <= 6
+
+
 def test_a_more_accurate_arm_with_exact_stock_passes_and_a_worse_one_fails():
-    equal = [r.model_copy(update={"kl_sum": 0.0}) if isinstance(r, FidelityRecord) else r for r in sequences(1.0)]
-    assert GATES["evals.fidelity"](toy_scope(), equal).verdict == "pass"
-    worse = [
-        r.model_copy(update={"kl_sum": 1e-9}) if r.arm == "optimized" and hasattr(r, "kl_sum") else r for r in equal
+    floor = 0.5 * 32 * math.log(1e-15)
+    equal = [
+        r.model_copy(update={"kl_sum": 0.0, "log_error_sum": floor}) if isinstance(r, FidelityRecord) else r
+        for r in sequences(1.0)
     ]
-    assert GATES["evals.fidelity"](toy_scope(), worse).verdict == "fail"
+    assert fidelity(equal).verdict == "pass"
+    worse = [
+        r.model_copy(update={"log_error_sum": floor + 32.0}) if r.arm == "optimized" and hasattr(r, "kl_sum") else r
+        for r in equal
+    ]
+    assert fidelity(worse).verdict == "fail"
 
 
-def test_fidelity_of_stock_steps_says_nothing_about_the_optimised_path():
+def test_old_records_without_errors_per_position_are_judged_by_the_whole_sequence():
+    def old(ratio):
+        return [
+            r.model_copy(update={"log_error_sum": None}) if isinstance(r, FidelityRecord) else r
+            for r in sequences(ratio)
+        ]
+
+    assert fidelity(old(1.0)).verdict == "pass"
+    assert fidelity(old(1.3)).verdict == "fail"
+
+
+def test_stock_steps_say_nothing_about_the_optimised_path():
     for steps in ([], [step("stock")]):
-        result = GATES["evals.fidelity"](toy_scope(), [*steps, *sequences(1.0)[1:]])
+        result = fidelity([*steps, *sequences(1.0)[1:]])
         assert result.verdict == "inconclusive"
         assert "step" in result.reason
 
 
-def items(stock, optimized, task="aime", repeats=1, **extra):
-    return [
-        EvalItemRecord(
-            unit=f"evals/task/{task}/{arm}",
-            arm=arm,
-            evidence=PROOF,
-            task=task,
-            item=str(i),
-            repeat=repeat,
-            score=score,
-            metric="exact_match",
-            prompt_sha256="",
-            response_sha256="",
-            finish_reason="stop",
-            parsed=True,
-            output_tokens=1,
-            **extra,
-        )
-        for arm, scores in (("stock", stock), ("optimized", optimized))
-        for repeat in range(repeats)
-        for i, score in enumerate(scores)
-    ]
+def test_an_engine_that_cannot_is_quoted():
+    said = NotMeasuredRecord(unit="u", evidence=PROOF, what="fidelity", reason="vLLM returns no full log-probabilities")
+    result = fidelity([said])
+    assert result.verdict == "not_run"
+    assert "vLLM returns no full" in result.reason
 
 
-ONE_TASK = {"tasks": [{"name": "aime", "task": "aime25", "generated": True}]}
+def choices(stock, optimized, n=16, exact=False, cell=CELL):
+    """Routing records with so many sets per sequence unlike the oracle's, of 100."""
+    records = [step(cell=cell)]
+    for i in range(n):
+        for arm, own in (("stock", stock), ("optimized", optimized)):
+            differ = own(i) if callable(own) else own
+            records.append(
+                RoutingRecord(
+                    unit=unit_of(cell),
+                    arm=arm,
+                    cell=cell,
+                    evidence=PROOF,
+                    sequence=str(i),
+                    choices=100,
+                    sets_differ=differ,
+                    experts_differ=differ,
+                    experts=8,
+                    layers={3: differ} if differ else {},
+                    exact=exact,
+                )
+            )
+    return records
 
 
 @pytest.mark.parametrize(
-    ("stock", "optimized", "expected", "word"),
+    ("records", "expected", "word"),
     [
-        ([0.0] * 500, [0.0] * 500, "inconclusive", "floor"),
-        ([1.0] * 500, [1.0] * 500, "inconclusive", "ceiling"),
-        ([1.0, 0.0] * 250, [1.0, 0.0] * 250, "pass", "excluded"),
-        ([1.0, 0.0] * 5, [1.0, 0.0] * 5, "inconclusive", "cannot exclude"),
-        ([1.0, 0.0] * 250, [0.0, 0.0] * 250, "fail", "loses more"),
-        ([0.0, 0.0] * 250, [1.0, 0.0] * 250, "pass", "excluded"),
+        (choices(20, 20), "pass", "1.25"),
+        (choices(20, 2), "pass", "1.25"),
+        (choices(20, 40), "fail", "640 of 1600"),
+        (choices(0, 0, exact=True), "pass", "1.25"),
+        (choices(0, 1, exact=True), "fail", "16 of 1600"),
+        (choices(0, lambda i: int(i == 0), exact=True), "inconclusive", "1 of 1600"),
+        (choices(lambda i: i % 7, lambda i: (i + 3) % 7, n=6), "inconclusive", "unlike the oracle's"),
+        (choices(20, 20)[:-1], "inconclusive", "one arm only"),
+        (choices(20, 20)[1:], "inconclusive", "no step"),
+        ([], "not_run", "tells no chosen experts"),
     ],
 )
-def test_task_scores(stock, optimized, expected, word):
-    result = GATES["evals.task_scores"](toy_scope(**ONE_TASK), items(stock, optimized))
+def test_routing(records, expected, word):
+    result = GATES["evals.routing"](toy_scope(), records)
     assert result.verdict == expected, result.reason
     assert word in result.reason
 
 
-def test_questions_that_one_arm_did_not_answer_leave_the_task_undecided():
-    records = items([1.0, 0.0] * 250, [1.0, 0.0] * 250)[:-1]
-    assert GATES["evals.task_scores"](toy_scope(**ONE_TASK), records).verdict == "inconclusive"
-
-
-def test_skipped_items_are_counted_and_not_scored():
-    records = items([1.0, 0.0] * 250, [1.0, 0.0] * 250)
-    skipped = [r.model_copy(update={"item": "long", "finish_reason": "skipped"}) for r in (records[0], records[-1])]
-    result = GATES["evals.task_scores"](toy_scope(**ONE_TASK), [*records, *skipped])
-    assert result.verdict == "pass"
-    assert ("aime skipped", 2) in [(n.name, n.value) for n in result.numbers]
-
-
-def test_scores_of_an_arm_that_never_ran_specialised_are_not_its_scores():
-    records = items([1.0, 0.0] * 250, [1.0, 0.0] * 250, details={"specialized_steps": 0, "stock_steps": 9})
-    result = GATES["evals.task_scores"](toy_scope(**ONE_TASK), records)
-    assert result.verdict == "inconclusive"
-    assert "specialised" in result.reason
-
-
-def test_a_task_of_the_manifest_that_was_not_run_is_no_pass():
-    both = {"tasks": [*ONE_TASK["tasks"], {"name": "mrcr", "task": "mrcr", "generated": True}]}
-    result = GATES["evals.task_scores"](toy_scope(**both), items([1.0, 0.0] * 250, [1.0, 0.0] * 250))
-    assert result.verdict == "inconclusive"
-    assert "mrcr was not run" in result.reason.lower()
+def test_routing_names_the_layer():
+    result = GATES["evals.routing"](toy_scope(), choices(20, 40))
+    assert "most in layer 3" in result.numbers[0].unit
