@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -114,6 +114,28 @@ def load_table(path: Path) -> ContractTable:
                     f"unknown kernel {kernel!r}", where=where, expected=f"one of {', '.join(sorted(known))}"
                 )
     return ContractTable(tuple(contracts), {k: tuple(v) for k, v in table.schedules.items()}, str(path))
+
+
+def save_table(path: Path, contracts: Iterable[KernelContract], schedules: Mapping[str, Sequence[str]]) -> None:
+    """Write a table that :func:`load_table` reads back to the same contracts."""
+
+    def parameter(p: KernelParameter) -> dict[str, Any]:
+        given = {k: v for k, v in vars(p).items() if v and k != "fields"}
+        return {**given, **({"fields": [parameter(f) for f in p.fields]} if p.fields else {})}
+
+    kernels = [
+        {
+            "kernel": c.kernel,
+            "pdl": c.pdl,
+            "wait": c.wait,
+            "trigger": c.trigger,
+            "parameters": [parameter(p) for p in c.parameters],
+            "exceptions": [vars(e) for e in c.exceptions],
+        }
+        for c in contracts
+    ]
+    document = {"kernels": kernels, "schedules": {k: list(v) for k, v in schedules.items()}}
+    path.write_text(yaml.safe_dump(document, sort_keys=False, width=120), encoding="utf-8")
 
 
 def contract_problem(contract: KernelContract) -> str | None:

@@ -11,7 +11,7 @@ from multiprocessing import get_context
 from pathlib import Path
 
 from fasttrack.audit import cubin, ptx_text, schedule
-from fasttrack.audit.contracts import TABLE_NAMES, ContractTable, load_table
+from fasttrack.audit.contracts import TABLE_NAMES, ContractTable, load_table, save_table
 from fasttrack.audit.findings import Finding, Report, apply_exceptions
 from fasttrack.audit.unit import Outcome, Unit, audit_unit
 from fasttrack.errors import UsageError
@@ -86,6 +86,8 @@ def audit_target(
                 stem.with_name(stem.name + ".cubin").write_bytes(k.cubin)
     if not units:
         raise UsageError(f"target {name!r} compiled no kernel", expected="at least one kernel variant")
+    if keep is not None:
+        save_table(keep / TABLE_NAMES[0], contracts.values(), target.schedules())
     return audit_units(units, {k: tuple(v) for k, v in target.schedules().items()}, contracts, source, jobs)
 
 

@@ -30,7 +30,7 @@ def audit(
     output: Annotated[
         Path | None, typer.Option(help="Write the report to a file; totals still go to the terminal.")
     ] = None,
-    keep: Annotated[Path | None, typer.Option(help="Keep the target's PTX and cubins in this folder.")] = None,
+    keep: Annotated[Path | None, typer.Option(help="Keep PTX, cubins and contracts in this folder.")] = None,
     jobs: Annotated[int, typer.Option(min=0, help="Processes; 0: one per core.")] = 0,
 ) -> int:
     """Audit PTX and SASS: accesses before the dependency wait, triggers, polls, mailboxes, proxy fences.

@@ -33,6 +33,10 @@ def module_of(path: str) -> str:
     return ".".join(parts[:-1] if parts[-1:] == ["__init__"] else parts)
 
 
+def parses(text: str) -> bool:
+    return _parse(text) is not None
+
+
 def changed_facts(change: FileChange, before: Text | None, after: Text | None) -> list[Change]:
     """Facts the change brings. Facts whose line the change did not touch are not new, wherever they moved."""
     old = _facts(change.old, before, change, False)

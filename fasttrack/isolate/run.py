@@ -9,7 +9,7 @@ from fasttrack.errors import UsageError
 from fasttrack.isolate import dependencies, layout
 from fasttrack.isolate.diff import FileChange, parse
 from fasttrack.isolate.facts import REQUIRED
-from fasttrack.isolate.python import Change, changed_facts, module_of
+from fasttrack.isolate.python import Change, changed_facts, module_of, parses
 from fasttrack.isolate.report import File, Finding, Radius
 from fasttrack.isolate.source import DiffSource, GitSource, Text
 
@@ -99,6 +99,8 @@ def _python(
     own: set[str],
     packages: tuple[str, ...],
 ) -> None:
+    if after is not None and after.complete and not parses(after.text):
+        report.add("not-analysed", 0, "cannot be parsed as Python")
     for c in changed_facts(change, before, after):
         _fact(report, source, change, c, own, packages)
 

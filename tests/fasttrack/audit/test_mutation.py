@@ -10,9 +10,13 @@ Measured 2026-11-29, nvcc 13.0.88, CuTe DSL 4.8.0, Triton 3.9.0; kernels / hoist
 * kernels.cu for sm_90a, sm_100a, sm_103a: 126 / 457 of 457 / 132 of 132
 * cute_subjects.py: 12 / 15 of 15 / 12 of 12; triton_subjects.py: 6 / 118 of 118 / 6 of 6
 * kernels of others, not shipped here: flashinfer (commit fb28d72: norm, activation, rotary, router GEMM, Lamport and
-  two-shot all-reduce, MoE finalize) and two Triton kernels: 16 / 431 of 431 / 15 of 17 (a wait right behind another
-  wait); CuTe DSL streaming GEMMs and feature probes: 201 / 771 of 771 / 201 of 222 (waits of warps that only copy
-  weights). Set FASTTRACK_AUDIT_CORPUS to a folder of PTX to repeat that with your own.
+  two-shot all-reduce, MoE finalize) and two Triton kernels: 16 / 431 of 431 / 15 of 17. The two unflagged waits stand
+  right behind another wait. Unmutated, one kernel stores before its wait (a Lamport kernel, by design);
+* CuTe DSL streaming GEMMs and feature probes: 201 / 771 of 771 / 201 of 222, and 15 projection kernels of kimi_k3:
+  106 of 106 / 15 of 30. Unflagged are waits of warps that only copy weights; the consumers wait themselves. Unmutated,
+  seven probes store before their wait, as written.
+
+FASTTRACK_AUDIT_CORPUS=<folder of PTX> repeats this with other kernels.
 """
 
 from __future__ import annotations

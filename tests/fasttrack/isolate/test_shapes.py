@@ -50,7 +50,7 @@ SHAPES: dict[str, Shape] = {
             r,
             MODEL_PY,
             "        return x",
-            "        import vllm.v1.sample.sampler as sampler\n\n        setattr(sampler, 'sample', None)\n        return x",
+            "        import vllm.v1.sample.sampler as s\n\n        setattr(s, 'sample', None)\n        return x",
         ),
         {("monkey-patch", MODEL_PY, 8, "vllm.v1.sample.sampler.sample when called")},
         True,
@@ -181,6 +181,11 @@ SHAPES: dict[str, Shape] = {
             ("mode", "scripts/run.sh", 0, "100644 -> 100755"),
         },
         True,
+    ),
+    "broken Python": (
+        lambda r: write(r, MODEL + "broken.py", "def f(:\n    pass\n"),
+        {("not-analysed", MODEL + "broken.py", 0, "cannot be parsed")},
+        False,
     ),
     "name that git quotes": (
         lambda r: write(r, MODEL + "größe und weite.py", "A = 1\n"),
