@@ -192,6 +192,62 @@ class ChatEngine(Protocol):
 
 
 @dataclass(frozen=True)
+class Delta:
+    """What one step added to one request. ``text`` may lag behind ``token_ids``, but is never taken back: unfinished
+    characters and possible beginnings of stop strings are held back. ``finish_reason`` is set in the last one."""
+
+    id: str
+    token_ids: Sequence[int]
+    text: str
+    logprobs: Sequence[float] | None = None  #: chosen tokens, natural log
+    top_logprobs: Sequence[Mapping[int, float]] | None = None
+    finish_reason: str | None = None
+    cached_tokens: int = 0
+
+
+@runtime_checkable
+class ServingEngine(Engine, Protocol):
+    """What an engine offers that can be served: requests come and go between steps. Not thread-safe."""
+
+    def submit(self, request: Request) -> None:
+        """Queue a request. :class:`UsageError` for one that cannot be served, or whose id is still active."""
+        ...
+
+    def abort(self, request_id: str) -> None:
+        """Forget a request, wherever it is; unknown ids are ignored."""
+        ...
+
+    @property
+    def busy(self) -> bool:
+        """Whether a step would do anything."""
+        ...
+
+    def step(self, run: str, index: int) -> list[Delta]:
+        """Run one step; what each request got, in batch order."""
+        ...
+
+
+class ChatParser(Protocol):
+    """Splits an assistant's text into reasoning and answer while it grows."""
+
+    def feed(self, text: str, *, final: bool = False) -> tuple[str, str]:
+        """What ``text`` adds to the reasoning and to the answer; ``final`` with the last piece."""
+        ...
+
+
+@runtime_checkable
+class ChatServingEngine(ServingEngine, Protocol):
+    """A served engine with a chat template. ``options`` are the template's own (a client's ``chat_template_kwargs``);
+    ``structured``: the answer is held to a grammar from its first token on."""
+
+    def chat_prompt(
+        self, messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any], *, structured: bool = False
+    ) -> tuple[list[int], ChatParser]:
+        """Token ids of a conversation, and what reads the answer. :class:`UsageError` says what cannot be rendered."""
+        ...
+
+
+@dataclass(frozen=True)
 class RoutingStep:
     """The experts that one layer chose in one step, per row in batch order, each row's ids ascending."""
 

@@ -2,13 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kimi_k3.names import SWITCH, SWITCH_OFF, SWITCH_ON
 
 
 class OptionError(ValueError):
-    """An engine option that cannot be used: which, its value, and what would be right."""
+    """An option that cannot be used. ``str()`` says what is wrong and what would be right, ``where`` names it."""
+
+    def __init__(self, what: str, *, where: str = "engine.options", expected: str = "") -> None:
+        self.where = where
+        super().__init__(f"{what}; expected {expected}" if expected else what)
+
+
+class Unsupported(Exception):
+    """The specialised path cannot serve a deployment; ``reasons`` lists every reason."""
+
+    def __init__(self, reasons: Sequence[str]) -> None:
+        self.reasons = list(reasons)
+        super().__init__("; ".join(self.reasons))
 
 
 @dataclass(frozen=True)

@@ -88,7 +88,7 @@ class RehearsalDrafter(Drafter):
         if not tokens:
             return []
         places = torch.arange(len(state.tokens), len(state.tokens) + len(tokens))
-        own = zlib.crc32(state.request.id.encode()) + state.request.sampling.seed
+        own = zlib.crc32(repr(state.request.prompt).encode()) + state.request.sampling.seed
         seed = torch.full_like(places, signed_seed(self.seed + own))
         u = uniform(seed, places, torch.zeros_like(places), STREAM_REHEARSAL).tolist()
         vocab = self.model.config.vocab_size
