@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from fasttrack.manifest.model import Manifest
 
 TOKENS = 24  #: per request, where the feature does not ask for more
+ALONE = 1000  #: steps between two requests that must not meet
 ALTERNATIVES = 5  #: log-probabilities beside the chosen token
 
 #: Settings whose effect shows within :data:`TOKENS` tokens of a model that hardly repeats itself.
@@ -29,7 +30,7 @@ PENALTIES: dict[str, dict[str, float]] = {
     "presence": {"presence_penalty": -2.0},
     "frequency": {"frequency_penalty": -1.5},
     "repetition": {"repetition_penalty": 0.6},
-    "all": {"presence_penalty": -2.0, "frequency_penalty": 0.7, "repetition_penalty": 1.3},
+    "all": {"presence_penalty": -1.0, "frequency_penalty": 1.5, "repetition_penalty": 0.5},
 }
 
 SCHEMA: dict[str, Any] = {
@@ -119,10 +120,13 @@ def penalties(run: FeatureRun) -> None:
 
 
 def prefix_reuse(run: FeatureRun) -> None:
-    """Misses from an empty cache; then other requests with the same prefixes; then the first ones again, as hits."""
+    """Misses from an empty cache; then other requests with the same prefixes; then the first ones again, as hits.
+
+    One after the other: in other company the rounding of a row's sums may differ, and bits are compared.
+    """
     shared = run.requests(TOKENS, count=4, prompt_tokens=6 * TOKENS)
     ends = run.requests(TOKENS, count=4, prompt_tokens=5, purpose="ends")
-    asked = [replace(r, sampling=replace(r.sampling, logprobs=1)) for r in shared]
+    asked = [replace(r, sampling=replace(r.sampling, logprobs=1), arrival_step=ALONE * i) for i, r in enumerate(shared)]
     # Half of the warming requests are the same prompts, half end otherwise.
     warming = [
         replace(r, id=f"w{i}", prompt=r.prompt if i % 2 else r.prompt[: 4 * TOKENS] + ends[i].prompt, max_tokens=2)
@@ -140,9 +144,11 @@ def streaming(run: FeatureRun) -> None:
 
 
 def full_context(run: FeatureRun) -> None:
-    """One request that ends at the engine's last position."""
-    tokens = 2 * (1 + run.draft_length)
-    run.both(run.requests(tokens, count=1, prompt_tokens=run.info().max_context - tokens), "asked")
+    """A request that ends at the engine's last position; where there are drafts, then the same without them."""
+    tokens = 2 * (2 + run.draft_length)
+    (asked,) = run.requests(tokens, count=1, prompt_tokens=run.info().max_context - tokens)
+    undrafted = replace(asked, id="undrafted", max_drafts=0, arrival_step=ALONE)
+    run.both([asked, undrafted] if run.draft_length else [asked], "asked")
 
 
 def stock_resumed(run: FeatureRun) -> None:

@@ -25,11 +25,14 @@ class PerformanceCheck:
     name = "performance"
 
     def units(self, manifest: Manifest, tier: str) -> list[Unit]:
-        tokens = manifest.tier(tier).performance_tokens
+        knobs = manifest.tier(tier)
         units = []
         for cell in manifest.cells(tier):
             name = f"performance/named/{cell.name}" if cell.named else f"performance/{cell.key}"
-            cost = 0.3 + 0.007 * cell.key.requests * tokens
+            steps = knobs.performance_tokens
+            if cell.named:
+                steps = -(-cell.named.tokens(knobs.named_steps) // int(cell.named.acceptance_length or 1))
+            cost = 0.3 + steps * (0.02 + 0.002 * cell.key.rows)
             units.append(
                 Unit(
                     name, self.name, cell.key, ("stock", "optimized"), cost, {"named": cell.name} if cell.named else {}
@@ -42,9 +45,9 @@ class PerformanceCheck:
         assert cell is not None
         named = next((c for c in ctx.scope.manifest.named_cells if c.name == unit.params.get("named")), None)
         tokens, bucket = ctx.scope.knobs.performance_tokens, ctx.scope.bucket(cell.context)
-        acceptance, prompt_tokens = "none", None
+        acceptance, prompt_tokens = "measured" if cell.draft_length else "none", None
         if named is not None:
-            tokens = min(tokens, named.output_tokens)
+            tokens = named.tokens(ctx.scope.knobs.named_steps)
             acceptance, prompt_tokens = named.acceptance, named.input_tokens
         measured = ctx.engine_for("stock", cell, acceptance)[1].evidence != "emulated"
         order = ABBA if measured else ABBA[:2]  # emulated runs are about counts: one run of each arm tells them all

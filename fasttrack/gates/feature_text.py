@@ -73,8 +73,8 @@ def structured_output(scope: Scope, own: UnitRecords) -> Findings:
     vacuous += [f"no output under {k}" for k in ("json_schema", "regex") if k not in kinds]
     vacuous += ["unconstrained output matches as well"] if by_chance or not control else []
     tallies = (
-        Tally("outputs that match", finished - len(wrong), f"of {finished} finished", "all"),
-        Tally("outputs cut by their length", total - finished, f"of {total}", f"<= {1 - FINISHED:.0%}"),
+        Tally("outputs that match", finished - len(wrong), "outputs", "all finished"),
+        Tally("outputs cut by their length", total - finished, "outputs", f"<= {1 - FINISHED:.0%}"),
     )
     return same_as_stock(scope, own, "asked") + Findings(tuple(wrong), tuple(vacuous), tallies)
 

@@ -70,7 +70,7 @@ def witnesses(scope: Scope, own: UnitRecords) -> Findings:
         Tally("of these seen by the profiler", seen, "steps", ">= 1"),
     ]
     if own.unit.cell.draft_length:
-        tallies.append(Tally("accepted drafts", stood, f"in {len(drafted)} verify steps", ">= 1"))
+        tallies.append(Tally("accepted drafts", stood, "tokens", ">= 1"))
     return Findings(tuple(wrong), tuple(vacuous), tuple(tallies))
 
 

@@ -120,6 +120,20 @@ class NamedCell(_Strict):
     published: list[Published] = []
 
     @property
+    def acceptance_length(self) -> float | None:
+        """Tokens that every step emits per request, where that is given beforehand: 1 without drafts."""
+        if not self.draft_length:
+            return 1.0
+        synthetic = self.acceptance.startswith("synthetic(")
+        return float(self.acceptance[len("synthetic(") : -1]) if synthetic else None
+
+    def tokens(self, steps: int | None) -> int:
+        """Output tokens per request of a run with at most ``steps`` decode steps; prefill gives the first token."""
+        if steps is None:
+            return self.output_tokens
+        return min(self.output_tokens, 1 + int(steps * (self.acceptance_length or 1.0)))
+
+    @property
     def key(self) -> CellKey:
         return CellKey(
             step="verify" if self.draft_length else "decode",
@@ -241,8 +255,12 @@ class Selection(_Strict):
     draft_length: list[int] = []
     dcp: list[int] = []
     context: list[str] = []
-    named: bool = True  #: also the named cells
+    named: bool | list[str] = True  #: also the named cells: all, none, or these
     probes: bool = True
+
+    def names(self, named: str) -> bool:
+        """Whether the named cell is selected."""
+        return self.named if isinstance(self.named, bool) else named in self.named
 
     def admits(self, row: str, key: CellKey) -> bool:
         wanted = (
@@ -318,6 +336,10 @@ class Manifest(_Strict):
             doubled = [n for n in dict.fromkeys(names) if names.count(n) > 1]
             if doubled:
                 raise ValueError(f"{what} {doubled[0]} is defined twice")
+        for tier in self.tiers.values():
+            for name in tier.cells.named if isinstance(tier.cells.named, list) else ():
+                if name not in {c.name for c in self.named_cells}:
+                    raise ValueError(f"tiers select named cell {name!r}, which is not defined")
         return self
 
     def tier(self, name: str) -> Tier:
@@ -344,9 +366,8 @@ class Manifest(_Strict):
                 if selection.admits(row.name, key):
                     found.setdefault(str(key), ScopeCell(name=row.name, key=key))
         cells = list(found.values())
-        if selection.named:
-            cells += [ScopeCell(name=c.name, key=c.key, named=c) for c in self.named_cells]
-        return cells
+        named = [c for c in self.named_cells if selection.names(c.name)]
+        return cells + [ScopeCell(name=c.name, key=c.key, named=c) for c in named]
 
     def all_cells(self) -> list[CellKey]:
         """Every claimed cell, whatever the tier."""
