@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 from fasttrack import __version__
 from fasttrack.audit.findings import Finding, Report
@@ -110,7 +111,7 @@ def as_sarif(report: Report) -> str:
                 },
                 "invocations": [
                     {
-                        "executionSuccessful": report.sass,
+                        "executionSuccessful": True,
                         "toolExecutionNotifications": []
                         if report.sass
                         else [{"level": "warning", "message": {"text": f"SASS not audited: {report.sass_reason}"}}],
@@ -129,7 +130,7 @@ def _result(f: Finding, index: dict[str, int]) -> dict[str, Any]:
         region = {"byteOffset": f.line}
     elif f.line > 0:
         region = {"startLine": f.line}
-    physical: dict[str, Any] = {"artifactLocation": {"uri": Path(f.file or f.variant).as_posix()}}
+    physical: dict[str, Any] = {"artifactLocation": {"uri": quote(Path(f.file or f.variant).as_posix())}}
     if region:
         physical["region"] = region
     result: dict[str, Any] = {

@@ -60,9 +60,9 @@ def contract_from_code(module: Module, entry: Body, origin: str) -> KernelContra
     parameters = []
     for p in s.function.parameters:
         offsets = sorted({o.offset or 0 for x in s.sites for o in x.origins if o.index == p.index})
-        fields = [KernelParameter(f"p{p.index}+{at}", _role(s, p.index, at), offset=at) for at in offsets]
+        fields = [replace(_role(s, p.index, at), name=f"p{p.index}+{at}", offset=at) for at in offsets]
         if len(fields) == 1:
-            parameters.append(KernelParameter(f"p{p.index}", fields[0].role))
+            parameters.append(replace(fields[0], name=f"p{p.index}", offset=0))
         else:
             role = "activation" if fields else "scalar"
             parameters.append(KernelParameter(f"p{p.index}", role, fields=tuple(fields)))
@@ -73,12 +73,13 @@ def contract_from_code(module: Module, entry: Body, origin: str) -> KernelContra
     return replace(contract, exceptions=tuple(KernelException("nc-load", n, "read-only in the source") for n in nc))
 
 
-def _role(s: Subject, index: int, offset: int) -> str:
+def _role(s: Subject, index: int, offset: int) -> KernelParameter:
     here = [x for x in s.sites if any(o.index == index and (o.offset or 0) == offset for o in x.origins)]
-    if any(s.order.early(x.index) and x.access.what == "load" for x in here):
-        return "weight"
+    early = any(s.order.early(x.index) and x.access.what == "load" for x in here)
     stored = any(x.access.what in ("store", "reduction") and not x.indirect for x in here)
-    return "output" if stored else "activation"
+    if early and stored:
+        return KernelParameter("", "state", True, "read before the wait, as written")
+    return KernelParameter("", "weight" if early else "output" if stored else "activation")
 
 
 def mutants(text: str, origin: str, table: ContractTable | None) -> Iterator[tuple[Subject, list[Mutant]]]:

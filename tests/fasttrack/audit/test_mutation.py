@@ -12,9 +12,9 @@ Measured 2026-11-29, nvcc 13.0.88, CuTe DSL 4.8.0, Triton 3.9.0; kernels / hoist
 * kernels of others, not shipped here: flashinfer (commit fb28d72: norm, activation, rotary, router GEMM, Lamport and
   two-shot all-reduce, MoE finalize) and two Triton kernels: 16 / 431 of 431 / 15 of 17. The two unflagged waits stand
   right behind another wait. Unmutated, one kernel stores before its wait (a Lamport kernel, by design);
-* CuTe DSL streaming GEMMs and feature probes: 201 / 771 of 771 / 201 of 222, and 15 projection kernels of kimi_k3:
-  106 of 106 / 15 of 30. Unflagged are waits of warps that only copy weights; the consumers wait themselves. Unmutated,
-  seven probes store before their wait, as written.
+* CuTe DSL streaming GEMMs and feature probes: 201 / 771 of 771 / 201 of 222, and 23 kernels of kimi_k3 (projections,
+  KDA core, AttnRes, embedding): 180 of 180 / 23 of 38. Unflagged are waits of warps that only copy weights, where the
+  consumers wait themselves. Unmutated, seven probes store before their wait, as written.
 
 FASTTRACK_AUDIT_CORPUS=<folder of PTX> repeats this with other kernels.
 """
