@@ -141,7 +141,7 @@ def main(folder: Path, arches: list[str]) -> None:
         os.chdir(work)
         for name, (kernel, args) in cases().items():
             for arch in arches:
-                options = f"--gpu-arch {arch} --keep-ptx --keep-cubin"
+                options = f"--gpu-arch {arch} --keep-ptx --keep-cubin --generate-line-info"
                 code = cute.compile(kernel, *args, make_fake_stream(), options=options)
                 ptx = code.__ptx__ if isinstance(code.__ptx__, str) else code.__ptx__.decode()
                 (folder / f"cute_{name}.{arch}.ptx").write_text(ptx)

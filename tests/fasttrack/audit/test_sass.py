@@ -135,6 +135,18 @@ def test_clean_audit_with_sass_exits_zero(tmp_path: Path) -> None:
     assert run(["audit", str(tmp_path)]) == 0
 
 
+def test_cute_findings_name_the_python_line(cute: Path) -> None:
+    """Without a contract the early weight load is a finding, at its line of the kernel's Python source."""
+    report, _ = audit_folder(cute / "cute_scale.sm_90a.ptx")
+    more, _ = audit_folder(cute / "cute_scale.sm_90a.cubin")
+    source = (HERE / "cute_subjects.py").read_text().splitlines()
+    for finding in (*report.open("error"), *more.open("error")):
+        assert finding.rule == "early-load"
+        assert Path(finding.file).name == "cute_subjects.py"
+        assert source[finding.line - 1].strip() == "g = w[i]"
+    assert len(report.open("error")) == len(more.open("error")) == 1
+
+
 def test_bad_cubins_give_one_line(cuda: Path, tmp_path: Path) -> None:
     good = (cuda / "kernels.sm_90a.cubin").read_bytes()
     for data, expected in (
