@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from enum import StrEnum
+from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Annotated
 
@@ -39,9 +40,11 @@ def audit(
     """
     from fasttrack.audit import output as outputs
     from fasttrack.audit.run import ARCHES, audit_folder, audit_target
+    from fasttrack.target import ENTRY_POINT_GROUP
 
     path = Path(subject)
-    if path.exists():
+    registered = {entry.name for entry in entry_points(group=ENTRY_POINT_GROUP)}
+    if path.exists() and subject not in registered:  # a target is often called like its folder; ./name is the folder
         if arch or keep:
             raise UsageError("--arch and --keep belong to targets", where=subject, expected="a folder alone")
         report, problems = audit_folder(path, contracts, jobs)

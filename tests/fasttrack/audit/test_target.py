@@ -103,6 +103,20 @@ def test_compiled_code_can_be_kept(audit, tmp_path: Path) -> None:
     assert [f.rule for f in report.findings] == [f["rule"] for f in before["findings"]] == ["unused-exception"]
 
 
+def test_a_target_comes_before_a_folder_of_its_name(
+    audit, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Entry:
+        name = "toy"
+
+    monkeypatch.setattr("fasttrack.cli.audit.entry_points", lambda group: [Entry()])
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "toy").mkdir()
+    assert audit(Kernels(GOOD))[0] == 3
+    assert run(["audit", "./toy"]) == 2
+    assert "no .ptx or .cubin file" in capsys.readouterr().err
+
+
 def test_target_without_kernels(audit, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(audit_run, "find_target", lambda name: object())
     assert run(["audit", "toy"]) == 2
