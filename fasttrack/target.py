@@ -382,6 +382,10 @@ class CompiledKernel:
     contract: KernelContract | None
 
 
+#: In a schedule: a launch that is not audited, made in full stream order (without programmatic dependent launch).
+OTHER_LAUNCH = "*"
+
+
 @runtime_checkable
 class KernelTarget(Protocol):
     """What a target with GPU kernels offers to the synchronisation audit besides :class:`Target`."""
@@ -391,7 +395,8 @@ class KernelTarget(Protocol):
         ...
 
     def schedules(self) -> Mapping[str, Sequence[str]]:
-        """Launch order of one layer per schedule name: contract kernel prefixes on the main stream."""
+        """Launch order of one layer per schedule name: contract kernel prefixes on the main stream, and
+        :data:`OTHER_LAUNCH` for what lies between them."""
         ...
 
 

@@ -28,6 +28,7 @@ from fasttrack.target import (
     TargetDescription,
 )
 from kimi_k3 import names
+from kimi_k3.target_kernels import Kernels
 
 if TYPE_CHECKING:
     from kimi_k3.embedded import Built
@@ -174,7 +175,7 @@ def _request(request: Request) -> GenerationRequest:
     return GenerationRequest(**{**values, "sampling": SamplingParams(**sampling)})
 
 
-class KimiK3Target:
+class KimiK3Target(Kernels):
     """Kimi K3's specialised decode path under test."""
 
     def describe(self) -> TargetDescription:
@@ -198,6 +199,7 @@ class KimiK3Target:
             ),
             engines=("embedded", "vllm", "server"),
             features=names.FEATURES,
+            faults=names.FAULTS,
         )
 
     def engine(self, spec: EngineSpec) -> Engine:
@@ -223,18 +225,20 @@ class KimiK3Target:
             wanted = Deployment(
                 names.SWITCH_OFF, max_requests=spec.max_requests, options={**spec.options, "precision": "fp64"}
             )
-        elif spec.arm.startswith("sabotaged:"):
-            raise UsageError(
-                f"unknown fault {spec.arm.partition(':')[2]!r}", where="arm", expected="a registered fault"
-            )
+        fault = _fault(spec)
         try:
-            return EmbeddedTargetEngine(build(wanted))
+            built = build(wanted)
         except Unsupported as refusal:
             raise DeploymentRefused(refusal.reasons) from None
         except OptionError as error:
             raise UsageError(str(error), where=error.where) from None
         except CheckpointError as error:
             raise UsageError(str(error), where="engine.options") from None
+        if fault is not None:
+            from kimi_k3.faults import plant
+
+            plant(fault, built.engine)
+        return EmbeddedTargetEngine(built)
 
     def numerics_cases(self, tier: str, options: Mapping[str, Any]) -> Iterable[NumericsCase]:
         from kimi_k3.decode.cases import cases
@@ -246,6 +250,18 @@ class KimiK3Target:
 
     def profile(self, engine: Engine) -> AbstractContextManager[None]:
         return nullcontext()
+
+
+def _fault(spec: EngineSpec) -> str | None:
+    """The fault of a sabotaged arm. :class:`UsageError` where it is unknown, or has nothing to sit in."""
+    kind, colon, fault = spec.arm.partition(":")
+    if kind != "sabotaged" or not colon:
+        return None
+    if fault not in names.FAULTS:
+        raise UsageError(f"unknown fault {fault!r}", where="arm", expected=f"one of {', '.join(names.FAULTS)}")
+    if spec.switch_value != names.SWITCH_ON:
+        raise UsageError(f"{names.SWITCH} {spec.switch_value}", where=f"arm {spec.arm}", expected=names.SWITCH_ON)
+    return fault
 
 
 def _version() -> str:

@@ -16,7 +16,7 @@ from fasttrack.audit.ir import Parameter
 from fasttrack.audit.rules import FOREIGN_ROLES, ROLES, RULES
 from fasttrack.audit.trace import Origin
 from fasttrack.errors import UsageError
-from fasttrack.target import KernelContract, KernelException, KernelParameter
+from fasttrack.target import OTHER_LAUNCH, KernelContract, KernelException, KernelParameter
 
 WAITS, TRIGGERS = ("first", "late", "none"), ("entry", "after_wait", "end", "none")
 TABLE_NAMES = ("contracts.yaml", "contracts.yml", "contracts.json")
@@ -105,7 +105,7 @@ def load_table(path: Path) -> ContractTable:
         if problem:
             raise UsageError(f"kernels.{i}: {problem}", where=str(path), expected="a consistent contract")
         contracts.append(contract)
-    known = {c.kernel for c in contracts}
+    known = {OTHER_LAUNCH, *(c.kernel for c in contracts)}
     for name, order in table.schedules.items():
         for kernel in order:
             if kernel not in known:

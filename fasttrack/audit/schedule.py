@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from fasttrack.audit.findings import Finding
-from fasttrack.target import KernelContract, KernelParameter
+from fasttrack.target import OTHER_LAUNCH, KernelContract, KernelParameter
 
 
 @dataclass
@@ -60,6 +60,7 @@ def check(
     """Findings of every schedule. ``stores_after_trigger``: (contract, buffer) -> (file, line, instruction) of a store
     that can run after the kernel launched its dependents, from the compiled code."""
     out: list[Finding] = []
+    contracts = {**contracts, OTHER_LAUNCH: KernelContract(OTHER_LAUNCH, (), pdl=False, wait="none", trigger="none")}
     for name, order in schedules.items():
         missing = [k for k in order if k not in contracts]
         if missing:

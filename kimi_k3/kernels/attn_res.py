@@ -34,12 +34,12 @@ CONTRACT = Contract(
     kernel="k3_attn_res",
     parameters=(
         Parameter("delta", "activation"),
-        Parameter("prefix", "activation", early=True, reason=_OLD),
-        Parameter("blocks", "activation", early=True, reason=_OLD),
+        Parameter("prefix", "scratch", early=True, reason=_OLD),
+        Parameter("blocks", "scratch", early=True, reason=_OLD),
         Parameter("query", "weight", early=True),
         Parameter("gamma", "weight", early=True),
         Parameter("tap", "output"),
-        Parameter("out", "output"),
+        Parameter("out", "output", buffer="x"),
     ),
     wait="first",
     trigger="after_wait",
@@ -354,5 +354,6 @@ def compile_cases() -> dict[str, CompileCase]:
     for hidden in (7168, 256):
         for name, kw in sites:
             kernel = AttnRes(hidden, pitch=8, settings=choose(hidden, 1), early=kw.get("update") != "none", **kw)
-            cases[f"h{hidden}-{name}"] = CompileCase(kernel, kernel_args(), kernel.threads, kernel.smem)
+            kind = f"h{hidden}-{name.rstrip('12345678')}"
+            cases[f"h{hidden}-{name}"] = CompileCase(kernel, kernel_args(), kernel.threads, kernel.smem, CONTRACT, kind)
     return cases

@@ -3,15 +3,16 @@
 A kernel module takes part by defining ``compile_cases() -> dict[str, CompileCase]``, or ``compile_cases(arch)`` where
 the kernel differs between architectures. Run as a program::
 
-    python -m kimi_k3.kernels.compile [--arch sm_90a ...] [--jobs 2] [--cache DIR] [--only PREFIX] [--json FILE]
+    python -m kimi_k3.kernels.compile [--kinds] [--arch sm_90a ...] [--jobs N] [--cache DIR] [--only PREFIX] [--json F]
 
 prints kernel, architecture, registers, threads, shared memory, local frame and spill instructions, and exits with 1
-when a kernel spills or does not compile.
+when a kernel spills or does not compile. ``--kinds`` takes one case of every kind of code instead of every case.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import hashlib
 import importlib
 import importlib.metadata
@@ -38,9 +39,9 @@ _SHARED = (
     "cute_util.py",
     "arch.py",
     "shapes.py",
-    "contract.py",
     "compile.py",
     "cubin.py",
+    "runtime.py",
 )
 
 
@@ -48,14 +49,16 @@ _SHARED = (
 class CompileCase:
     """One compilation: ``fn(*args)`` as given to ``cute.compile``; ``smem``: dynamic bytes per block.
 
-    ``contract``: what an audit of the compiled code is to hold it to.
+    ``contract``: what an audit of the compiled code is to hold it to. ``kind``: cases that differ in nothing but sizes
+    share it, and one of them stands for all where every case would take too long; default: a kind of its own.
     """
 
     fn: Any
     args: tuple[Any, ...]
     threads: int
     smem: int
-    contract: Contract | None = None
+    contract: Contract
+    kind: str = ""
 
 
 @dataclass(frozen=True)
@@ -99,22 +102,39 @@ def cache_key(module: str, case: str, arch: str) -> str:
     return h.hexdigest()[:24]
 
 
+@functools.cache
 def load_cases(module: str, arch: str) -> dict[str, CompileCase]:
     make = importlib.import_module(f"kimi_k3.kernels.{module}").compile_cases
     found: dict[str, CompileCase] = make(arch) if inspect.signature(make).parameters else make()
     return found
 
 
-def cross_compile(module: str, case: str, arch: str, cache: Path, item: CompileCase | None = None) -> Compiled:
+def select(module: str, arch: str, kinds: bool = False) -> list[str]:
+    """Names of a module's cases in order: all, or the first of every kind."""
+    cases = load_cases(module, arch)
+    if not kinds:
+        return sorted(cases)
+    first: dict[str, str] = {}
+    for name, case in cases.items():
+        first.setdefault(case.kind or name, name)
+    return sorted(first.values())
+
+
+def cached(module: str, case: str, arch: str, cache: Path) -> Compiled | None:
+    """What an earlier compilation of the same sources left, if any."""
+    meta = cache / cache_key(module, case, arch) / "result.json"
+    return Compiled(**json.loads(meta.read_text(encoding="utf-8"))) if meta.exists() else None
+
+
+def cross_compile(module: str, case: str, arch: str, cache: Path) -> Compiled:
     """Compile one case for ``arch`` without a GPU; a failure is a result with ``error``, not an exception."""
+    found_before = cached(module, case, arch, cache)
+    if found_before is not None:
+        return found_before
     folder = cache / cache_key(module, case, arch)
-    meta = folder / "result.json"
-    if meta.exists():
-        return Compiled(**json.loads(meta.read_text(encoding="utf-8")))
     folder.mkdir(parents=True, exist_ok=True)
     try:
-        if item is None:
-            item = load_cases(module, arch)[case]
+        item = load_cases(module, arch)[case]
         ptx, binary = _compile(item, arch)
         (folder / "kernel.ptx").write_text(ptx, encoding="utf-8")
         (folder / "kernel.cubin").write_bytes(binary)
@@ -138,7 +158,9 @@ def cross_compile(module: str, case: str, arch: str, cache: Path, item: CompileC
     except Exception as e:  # the toolchain raises many types; the table names what failed
         lines = [line for line in str(e).splitlines() if "error" in line.lower()] or str(e).splitlines() or [repr(e)]
         return Compiled(module, case, arch, error=f"{type(e).__name__}: {lines[0][:300]}")
-    meta.write_text(json.dumps(asdict(result)), encoding="utf-8")
+    partial = folder / f"result.{os.getpid()}.json"  # another process may compile the same case
+    partial.write_text(json.dumps(asdict(result)), encoding="utf-8")
+    partial.replace(folder / "result.json")
     return result
 
 
@@ -166,22 +188,31 @@ def compile_all(
     modules: Iterable[str] = MODULES,
     arches: Iterable[str] = ARCHES,
     cache: Path | None = None,
-    jobs: int = 2,
+    jobs: int = 0,
     only: str = "",
+    kinds: bool = False,
 ) -> list[Compiled]:
-    """Every case of every module for every architecture, in parallel processes; order is deterministic."""
-    cache = cache or default_cache()
+    """The cases of every module for every architecture, in ``jobs`` processes (0: one per core); order is fixed.
+
+    ``only``: prefix of module/case. ``kinds``: one case of every kind.
+    """
+    folder = cache or default_cache()
     work = [
-        (m, c, a, str(cache))
+        (m, c, a, str(folder))
         for m in modules
         for a in arches
-        for c in sorted(load_cases(m, a))
+        for c in select(m, a, kinds)
         if f"{m}/{c}".startswith(only)
     ]
+    done = {job: cached(*job[:3], folder) for job in work}
+    todo = [job for job in work if done[job] is None]
+    jobs = min(jobs or os.cpu_count() or 1, -(-len(todo) // 4))
     if jobs <= 1:
-        return [_work(j) for j in work]
-    with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:
-        return list(pool.map(_work, work, chunksize=4))
+        done |= {job: _work(job) for job in todo}
+    else:
+        with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:
+            done |= dict(zip(todo, pool.map(_work, todo, chunksize=4), strict=True))
+    return [found for job in work if (found := done[job]) is not None]
 
 
 def table(results: Iterable[Compiled]) -> str:
@@ -203,14 +234,13 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m kimi_k3.kernels.compile", description=__doc__.splitlines()[0])
     parser.add_argument("--arch", action="append", choices=ARCHES, help="default: all three")
     parser.add_argument("--module", action="append", choices=MODULES, help="default: every kernel file")
-    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
+    parser.add_argument("--kinds", action="store_true", help="one case of every kind of code; default: every case")
+    parser.add_argument("--jobs", type=int, default=0, help="processes; 0: one per core")
     parser.add_argument("--cache", type=Path, default=None)
     parser.add_argument("--only", default="", help="prefix of module/case")
     parser.add_argument("--json", type=Path, default=None, help="also write the table as JSON")
     args = parser.parse_args(argv)
-    present = [m for m in MODULES if (Path(__file__).parent / f"{m}.py").exists()]
-    modules = args.module or present
-    results = compile_all(modules, args.arch or ARCHES, args.cache, args.jobs, args.only)
+    results = compile_all(args.module or MODULES, args.arch or ARCHES, args.cache, args.jobs, args.only, args.kinds)
     print(table(results))
     if args.json:
         args.json.write_text(json.dumps([asdict(r) for r in results], indent=1) + "\n", encoding="utf-8")

@@ -17,13 +17,16 @@ class Parameter:
 
     ``weight``: static after load. ``activation``: written by an earlier kernel of the step. ``state``: caches
     that outlive the step. ``table``: runner buffers (slots, lengths). ``mailbox``: written by peers, polled.
-    ``early`` allows reads before the dependency wait and needs a ``reason`` unless the role is weight.
+    ``scratch``: read and written by several kernels of the step. ``early`` allows reads before the dependency wait and
+    needs a ``reason`` unless the role is weight. ``buffer``: name of the memory where kernels of one schedule share it;
+    default: the parameter's name.
     """
 
     name: str
     role: Role
     early: bool = False
     reason: str = ""
+    buffer: str = ""
 
 
 @dataclass(frozen=True)

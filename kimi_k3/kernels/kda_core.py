@@ -28,6 +28,7 @@ from dataclasses import dataclass
 import cutlass
 import cutlass.cute as cute
 import cutlass.memory as cmem
+import torch
 from cutlass import Float32, Int32, Int64, Uint32, Uint64
 
 from kimi_k3.kernels import cute_util as cu
@@ -43,7 +44,7 @@ _TABLE = "filled before the step starts"
 CONTRACT = Contract(
     kernel="k3_kda_core",
     parameters=(
-        Parameter("projected", "activation"),
+        Parameter("projected", "activation", buffer="y"),
         Parameter("f_b", "weight", early=True),
         Parameter("conv_weight", "weight", early=True),
         Parameter("a_log", "weight", early=True),
@@ -55,7 +56,7 @@ CONTRACT = Contract(
         Parameter("state", "state", early=True, reason=_STEP),
         Parameter("conv_stride", "scalar"),
         Parameter("state_stride", "scalar"),
-        Parameter("out", "output"),
+        Parameter("out", "output", buffer="x"),
         Parameter("requests", "scalar"),
     ),
     wait="first",
@@ -347,17 +348,25 @@ KdaCore.kernel.set_name_prefix("k3_kda_core", keep_mangled_name=False)
 
 
 def compile_cases() -> dict[str, CompileCase]:
-    """The prepared settings of every shard: plain decode of all prepared rows, verify of 4 to 8 tokens."""
+    """The prepared settings of every shard: plain decode of all prepared rows, verify of 4 to 8 tokens.
+
+    Tables as the executor has them, 1 or 8 slots of int64; of int32 for plain decode without a table and for 8 tokens.
+    """
     from kimi_k3.kernels.kda_core_launch import choose, kernel_args
 
     cases: dict[str, CompileCase] = {}
     for model, tp in (("kimi-k3", 8), ("kimi-k3", 16), ("small", 1), ("small", 8), ("small", 16)):
         shape = shard(model, tp)
-        steps = [(1, 0, n) for n in PREPARED_ROWS] + [(1, 8, n) for n in (1, 64)]
-        steps += [(t, 8, n // t) for t in ((4, 5, 6, 7, 8) if model == "kimi-k3" else (8,)) for n in (t, 16, 64)]
-        for tokens, columns, requests in steps:
+        steps = [(1, columns, 4 if columns == 0 else 8, n) for n in PREPARED_ROWS for columns in (0, 1)]
+        steps += [(1, 8, 8, n) for n in (1, 64)]
+        lengths = (4, 5, 6, 7, 8) if model == "kimi-k3" else (8,)
+        steps += [(t, 8, index, n // t) for t in lengths for n in (t, 16, 64) for index in ((4, 8) if t == 8 else (8,))]
+        for tokens, columns, index, requests in steps:
             s = choose(shape.heads, tokens, max(1, requests))
-            kernel = KdaCore(shape.heads, shape.kda_rows, tokens, columns, 4, s)
-            name = f"{model}-tp{tp}-q{tokens}{'n' * (columns > 0)}-c{s.cluster}-l{s.lanes}-p{kernel.rpp}-r{s.resident}"
-            cases[name] = CompileCase(kernel, kernel_args(), kernel.threads, kernel.smem)
+            kernel = KdaCore(shape.heads, shape.kda_rows, tokens, columns, index, s)
+            table = f"n{columns}-i{8 * index}-c{s.cluster}-l{s.lanes}-p{kernel.rpp}-r{s.resident}"
+            args = kernel_args(torch.int32 if index == 4 else torch.int64)
+            kind = f"q{'1' if tokens == 1 else 'n'}-{table}"
+            case = CompileCase(kernel, args, kernel.threads, kernel.smem, CONTRACT, kind)
+            cases.setdefault(f"{model}-tp{tp}-q{tokens}-{table}", case)
     return cases

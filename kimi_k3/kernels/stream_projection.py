@@ -14,6 +14,7 @@ import torch
 from cutlass import Int32
 from cutlass.cute.runtime import make_fake_stream, make_ptr
 
+from kimi_k3.decode.plan import TWO_PHASE_ROWS
 from kimi_k3.kernels import runtime, shapes
 from kimi_k3.kernels.arch import ARCHES, of_capability
 from kimi_k3.kernels.compile import CompileCase
@@ -227,14 +228,26 @@ def cases() -> dict[str, tuple[ProjectionShape, int]]:
     return out
 
 
+def publication(op: str, n: int, m: int, ranks: int) -> tuple[int, int]:
+    """(targets, owner width) with which the executor launches ``op`` of ``n`` columns at ``m`` rows."""
+    if op not in ("o_proj", "moe_front", "shared_down", "dense_down"):
+        return 0, 0
+    to_everyone = op == "moe_front" or (op == "o_proj" and m < TWO_PHASE_ROWS)
+    return ranks, 0 if to_everyone else n // ranks
+
+
 def compile_cases(arch: str) -> dict[str, CompileCase]:
+    """Every shape at the largest batch of each number of token tiles, with the epilogue that the executor uses."""
     out = {}
     for name, (shape, live) in cases().items():
-        for m in (8, 16, 32, 64) if name.startswith(shapes.FULL.name) else (8, 64):
-            targets = 8 if shape.op in ("o_proj", "moe_front", "shared_down", "dense_down") else 0
-            owner = shape.n // targets if shape.op in ("shared_down", "dense_down") else 0
+        ranks = 16 if "-tp16-" in name else 8
+        for m in (8, 16, 32, 64):
+            targets, owner = publication(shape.op, shape.n, m, ranks)
             setting = setting_for(shape, m, ARCHES[arch].warpgroup_mma)
             kernel = make_kernel(Epilogue(shape, targets, live, owner), setting, m)
             contract = ROWS_CONTRACT if setting.kind == "rows" else TILES_CONTRACT
-            out[f"{name}-m{m}"] = CompileCase(kernel, fake_args(), kernel.threads, kernel.smem, contract)
+            epilogue = ("situ",) * shape.situ + ("fp32",) * bool(live) + ("own" if owner else "all",) * bool(targets)
+            ring = ("split",) * (setting.ksplit > 1) + ("reuse",) * setting.reuse
+            kind = "-".join((setting.kind, str(token_tiles(m)), *epilogue, *ring))
+            out[f"{name}-m{m}"] = CompileCase(kernel, fake_args(), kernel.threads, kernel.smem, contract, kind)
     return out

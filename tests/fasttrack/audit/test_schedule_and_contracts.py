@@ -12,7 +12,7 @@ from fasttrack.audit.contracts import load_table
 from fasttrack.audit.run import audit_folder
 from fasttrack.audit.schedule import check, simulate
 from fasttrack.errors import UsageError
-from fasttrack.target import KernelContract, KernelParameter
+from fasttrack.target import OTHER_LAUNCH, KernelContract, KernelParameter
 
 
 def kernel(name: str, reads: str = "", writes: str = "", early: str = "", **options: object) -> KernelContract:
@@ -46,6 +46,13 @@ def test_early_read_two_kernels_back_needs_a_late_trigger_between() -> None:
     assert found(a, b, c) == []
     assert found(a, replace(b, trigger="entry"), c) == [("exposed-dependent", "c", "x")]
     assert found(a, replace(b, trigger="end"), c) == []
+
+
+def test_a_launch_that_is_not_audited_is_in_stream_order() -> None:
+    a, b = kernel("a", "", "x", trigger="entry"), kernel("b", early="x", trigger="entry")
+    contracts = {"a": a, "b": b}
+    assert [f.parameter for f in check({"s": ("a", "b", OTHER_LAUNCH)}, contracts)] == ["x"]
+    assert check({"s": ("a", OTHER_LAUNCH, "b", OTHER_LAUNCH)}, contracts) == []
 
 
 def test_kernel_that_never_waits_loses_the_guarantee_for_those_behind() -> None:

@@ -128,7 +128,7 @@ def test_the_first_site_waits_before_it_reads():
 @pytest.mark.parametrize("arch", ["sm_90a", "sm_100a", "sm_103a"])
 def test_compiled_code_is_named_clean_and_reads_early(arch):
     kernel = AttnRes(7168, 8, 8, settings=Settings(7))
-    ptx, binary = _compile(CompileCase(kernel, kernel_args(), kernel.threads, kernel.smem), arch)
+    ptx, binary = _compile(CompileCase(kernel, kernel_args(), kernel.threads, kernel.smem, CONTRACT), arch)
     assert re.search(r"\.entry (\w+)", ptx)[1].startswith(CONTRACT.kernel)
     assert "ld.global.nc" not in ptx
     assert not cubin.resources(binary)[0].spills

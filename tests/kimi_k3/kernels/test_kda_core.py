@@ -193,7 +193,7 @@ def compiled():
 
 
 def _case(kernel: KdaCore) -> CompileCase:
-    return CompileCase(kernel, kernel_args(), kernel.threads, kernel.smem)
+    return CompileCase(kernel, kernel_args(), kernel.threads, kernel.smem, CONTRACT)
 
 
 def test_compiled_code_is_named_clean_and_reads_early(compiled):
