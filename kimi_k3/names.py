@@ -74,3 +74,21 @@ FEATURES = (
     "full_context",
     "stock_resumed",
 )
+
+#: Faults that can be planted into an optimised arm (``kimi_k3.faults``).
+FAULTS = (
+    "slot-after-rejection",
+    "conv-window",
+    "decay-scaled",
+    "stale-prefix",
+    "stale-mailbox",
+    "lse-base",
+    "empty-shard",
+    "last-shard-dropped",
+    "rank-dropped",
+    "norm-before-reduction",
+    "expert-swapped",
+    "penalty-ignored",
+    "refuse-every-step",
+    "false-ledger",
+)
