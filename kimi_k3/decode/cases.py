@@ -6,15 +6,17 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from kimi_k3.decode import registry
+from kimi_k3.decode.executor import device_family
 from kimi_k3.decode.numerics import attention, experts, residual
 from kimi_k3.decode.numerics.bounded import Bounded
 from kimi_k3.decode.numerics.families import Draw
 from kimi_k3.decode.numerics.rig import CHANGED, OpCase, Rig, Shape
 from kimi_k3.decode.ops import NAMESPACE, OpContext
-from kimi_k3.reference.config import TINY_A, KimiK3Config
+from kimi_k3.reference.config import PRESETS, TINY_A, KimiK3Config
 from kimi_k3.reference.precision import PRECISIONS
 
 #: (rows, true rows) of plain steps per tier: every one has padding where it can; 16 is the first two-phase size.
@@ -28,6 +30,21 @@ ROWS = {
 VERIFY = {"smoke": ((16, 8, 4),), "standard": ((16, 8, 4), (16, 8, 8)), "full": ((16, 8, 4), (60, 35, 5), (64, 40, 8))}
 
 TENSOR_PARALLEL = (8, 16)
+
+#: What ``options["checkpoint"]`` calls one rank's shard of the full model.
+SHARD = "shard"
+
+#: The same for a shard, where compilation counts: every number of token tiles that a tier's kernels are made for.
+SHARD_ROWS = {
+    "smoke": ((1, 1), (8, 5), (64, 40)),
+    "standard": ((1, 1), (2, 2), (4, 3), (8, 5), (16, 11), (32, 19), (64, 40)),
+    "full": ((1, 1), (2, 2), (3, 3), (4, 3), (5, 5), (6, 6), (7, 7), (8, 5), (16, 11), (32, 19), (64, 40), (64, 64)),
+}
+SHARD_VERIFY = {
+    "smoke": ((16, 8, 8),),
+    "standard": ((16, 8, 4), (16, 8, 8), (64, 40, 8)),
+    "full": ((4, 4, 4), (16, 8, 4), (60, 35, 5), (60, 36, 6), (63, 35, 7), (16, 8, 8), (64, 40, 8)),
+}
 
 
 @dataclass(frozen=True)
@@ -45,20 +62,24 @@ class Case:
 
 
 def bind(case: OpCase, provider: str = "torch") -> Case:
-    """An op case as the harness wants it."""
+    """An op case as the harness wants it, on the device of its shape."""
+    device = torch.device(case.shape.device)
 
     def inputs(family: str, seed: int) -> dict[str, Tensor]:
-        return case.draw(case.shape, Draw(family, seed, case.shape.rows))
+        with device:
+            return case.draw(case.shape, Draw(family, seed, case.shape.rows))
 
     def run(values: dict[str, Tensor], poison: float) -> dict[str, Tensor]:
-        rig = Rig(case.shape, provider, poison)
-        for tensor in values.values():
-            rig.guard(tensor)
-        outputs = dict(case.run(rig, values))
-        return {**outputs, CHANGED: rig.changed()}
+        with device:
+            rig = Rig(case.shape, provider, poison)
+            for tensor in values.values():
+                rig.guard(tensor)
+            outputs = dict(case.run(rig, values))
+            return {**outputs, CHANGED: rig.changed()}
 
     def bounded(values: dict[str, Tensor]) -> Mapping[str, Bounded]:
-        return case.oracle(case.shape, values)
+        with device:
+            return case.oracle(case.shape, values)
 
     return Case(
         op=f"{NAMESPACE}::{case.op}",
@@ -90,12 +111,40 @@ def op_cases(tier: str, config: KimiK3Config = TINY_A) -> Iterator[OpCase]:
             yield from attention.mla_cases(Shape(config, PRECISIONS["bf16-kvfp8"], tp, rows, live, query_len))
 
 
+def shard_cases(tier: str, device: str, config: KimiK3Config = PRESETS["kimi-k3"]) -> Iterator[OpCase]:
+    """The ops that one rank can run alone, rank 0 of every tensor-parallel size with its shard at full width."""
+    if tier not in SHARD_ROWS:
+        raise ValueError(f"unknown tier {tier!r}; expected one of {', '.join(SHARD_ROWS)}")
+    precision = PRECISIONS["bf16"]
+    for tp in TENSOR_PARALLEL:
+        for rows, live in SHARD_ROWS[tier]:
+            shape = Shape(config, precision, tp, rows, live, played=1, device=device)
+            yield from residual.kernel_cases(shape)
+            yield experts.front_case(shape)
+            yield attention.kda_case(shape)
+        for rows, live, query_len in SHARD_VERIFY[tier]:
+            yield attention.kda_case(Shape(config, precision, tp, rows, live, query_len, played=1, device=device))
+
+
 def cases(tier: str = "smoke", options: Mapping[str, Any] | None = None) -> Iterator[Case]:
     """Cases of the executor's ops with FP64 oracles and bounds, served as an executor with these engine options would.
 
-    ``options["provider"]``: as for the executor, default "auto". Each case says which provider serves it.
+    ``options["provider"]``: as for the executor, default "auto". Each case says which provider serves it. With the
+    checkpoint "shard" the ops of one rank run at full width on ``options["device"]``, default "cuda"; ops that need
+    what other ranks publish run at the tiny size, all ranks together, on the CPU.
     """
-    wanted = (options or {}).get("provider", "auto")
+    options = options or {}
+    wanted = options.get("provider", "auto")
+    alone: set[str] = set()
+    if options.get("checkpoint") == SHARD:
+        for case in shard_cases(tier, options.get("device", "cuda")):
+            alone.add(case.op)
+            yield bind(case, _provider(case, wanted))
     for case in op_cases(tier):
-        context = OpContext(case.shape.config, case.shape.precision, case.shape.tp)
-        yield bind(case, registry.select(context, "cpu", wanted)[case.op].name)
+        if case.op not in alone:
+            yield bind(case, _provider(case, wanted))
+
+
+def _provider(case: OpCase, wanted: str) -> str:
+    context = OpContext(case.shape.config, case.shape.precision, case.shape.tp)
+    return registry.select(context, device_family(torch.device(case.shape.device)), wanted)[case.op].name

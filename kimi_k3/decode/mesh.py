@@ -149,8 +149,10 @@ def publish_partial(box: Tensor, values: Tensor) -> None:
 
 
 def publish_columns(box: Tensor, values: Tensor) -> None:
-    """Every rank's own columns ``values`` [R, M, N / R] to all ranks: box [R dst, cap, N]."""
-    box[:, : values.shape[1]] = clean(values).transpose(0, 1).flatten(1)
+    """Every rank's own columns ``values`` [R, M, N / R] to all ranks: box [R dst, cap, N]; of the first ranks only,
+    if no more are here."""
+    columns = clean(values).transpose(0, 1).flatten(1)
+    box[:, : values.shape[1], : columns.shape[1]] = columns
 
 
 def fold(partials: Tensor, dtype: torch.dtype) -> Tensor:

@@ -28,14 +28,14 @@ def _padding(r: Rig, out: Tensor) -> Tensor:
 
 
 def _zeros(s: Shape, width: int) -> Bounded:
-    return Bounded.of(torch.zeros(s.tp, s.rows - s.live, width))
+    return Bounded.of(torch.zeros(s.ranks, s.rows - s.live, width))
 
 
 # -- KDA core ----------------------------------------------------------------------------------------------------
 
 
 def _draw_kda(s: Shape, d: Draw) -> Inputs:
-    c, tp, q = s.config, s.tp, s.query_len
+    c, tp, ranks, q = s.config, s.tp, s.ranks, s.query_len
     width, heads, dim, taps = c.kda_width // tp, c.kda_num_heads // tp, c.kda_head_dim, c.short_conv_kernel_size
     rows = 4 * width + dim + heads
     rows += -rows % 16
@@ -43,14 +43,14 @@ def _draw_kda(s: Shape, d: Draw) -> Inputs:
     table = 1 + d.permutation("slots", slots - 1)[: s.requests * q].view(s.requests, q)
     table[s.live_requests :] = 0
     return {
-        "projected": d.activation("projected", tp, s.rows, rows),
-        "f_b": d.weight("f_b", tp, width, dim),
-        "conv_weight": d.normal("conv", tp, 3, width, taps, std=0.5),
-        "a_log": d.normal("a_log", tp, heads, std=0.5),
-        "dt_bias": d.normal("dt_bias", tp, width),
+        "projected": d.activation("projected", ranks, s.rows, rows),
+        "f_b": d.weight("f_b", ranks, width, dim),
+        "conv_weight": d.normal("conv", ranks, 3, width, taps, std=0.5),
+        "a_log": d.normal("a_log", ranks, heads, std=0.5),
+        "dt_bias": d.normal("dt_bias", ranks, width),
         "o_norm": d.norm("o_norm", dim, dtype=torch.float32),
-        "conv": d.activation("history", slots, taps - 1 + q - 1, 3 * c.kda_width),
-        "recurrent": d.normal("recurrent", slots, c.kda_num_heads, dim, dim, std=0.3),
+        "conv": d.activation("history", slots, taps - 1 + q - 1, 3 * ranks * width),
+        "recurrent": d.normal("recurrent", slots, ranks * heads, dim, dim, std=0.3),
         "slots": table,
         "accepted": 1 + torch.arange(s.requests) % q,
     }
@@ -68,7 +68,7 @@ def _run_kda(r: Rig, i: Inputs) -> Outputs:
     writable[live[:, 0], :kept] = True
     r.guard(conv, writable)
     r.guard(recurrent, owned.view(-1, 1, 1, 1).expand_as(recurrent))
-    out = r.out(s.tp, s.rows, i["f_b"].shape[1])
+    out = r.out(s.ranks, s.rows, i["f_b"].shape[1])
     static = (i["f_b"], i["conv_weight"], i["a_log"], i["dt_bias"], i["o_norm"])
     r.call("kda_core", r.padded(i["projected"]), *static, conv, recurrent, table, i["accepted"], out)
     return {
@@ -80,7 +80,7 @@ def _run_kda(r: Rig, i: Inputs) -> Outputs:
 
 
 def _oracle_kda(s: Shape, i: Inputs) -> Oracle:
-    c, tp, q, n = s.config, s.tp, s.query_len, s.live_requests
+    c, tp, ranks, q, n = s.config, s.tp, s.ranks, s.query_len, s.live_requests
     width, dim, heads, taps = c.kda_width // tp, c.kda_head_dim, c.kda_num_heads // tp, c.short_conv_kernel_size
     projected = Bounded.of(i["projected"][:, : s.live])
     qkv, gate = projected[..., : 3 * width], projected[..., 3 * width : 4 * width]
@@ -94,12 +94,12 @@ def _oracle_kda(s: Shape, i: Inputs) -> Oracle:
     for b in range(n):
         first = int(i["accepted"][b]) - 1
         taken = i["conv"][i["slots"][b, 0], first : first + taps - 1]  # [taps - 1, 3 A]
-        history = taken.unflatten(-1, (3, tp, width)).permute(2, 0, 1, 3).double()  # [R, taps - 1, 3, width]
+        history = taken.unflatten(-1, (3, ranks, width)).permute(2, 0, 1, 3).double()  # [R, taps - 1, 3, width]
         rows = qkv[:, b * q : (b + 1) * q].map("unflatten", -1, (3, width))
         window = Bounded.cat([Bounded.of(history), rows], 1)
         new = window.value[:, 1:].permute(1, 2, 0, 3).flatten(1)  # [taps - 2 + q, 3 A]
         histories.append(Bounded.of(new))
-        state = Bounded.of(i["recurrent"][i["slots"][b, first]].unflatten(0, (tp, heads)))
+        state = Bounded.of(i["recurrent"][i["slots"][b, first]].unflatten(0, (ranks, heads)))
         for t in range(q):
             row = b * q + t
             products = window[:, t : t + taps].map("permute", 0, 2, 3, 1) * Bounded.of(i["conv_weight"])
@@ -300,9 +300,13 @@ def _oracle_value(s: Shape, i: Inputs) -> Oracle:
 
 def cases(s: Shape) -> Iterator[OpCase]:
     """KDA and MLA."""
-    kda = "raw decay logits and output rounded; convolution, gates, recurrence, norm FP32; taps stored as they came"
-    yield OpCase("kda_core", s, _draw_kda, _run_kda, _oracle_kda, kda)
+    yield kda_case(s)
     yield from mla_cases(s)
+
+
+def kda_case(s: Shape) -> OpCase:
+    kda = "raw decay logits and output rounded; convolution, gates, recurrence, norm FP32; taps stored as they came"
+    return OpCase("kda_core", s, _draw_kda, _run_kda, _oracle_kda, kda)
 
 
 def mla_cases(s: Shape) -> Iterator[OpCase]:

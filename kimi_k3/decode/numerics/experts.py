@@ -32,22 +32,23 @@ def _widths(s: Shape) -> tuple[int, int, int]:
 
 def _draw_front(s: Shape, d: Draw) -> Inputs:
     experts, padded, latent = _widths(s)
-    weight = d.weight("weight", s.tp, padded + latent, s.config.hidden_size)
+    weight = d.weight("weight", s.ranks, padded + latent, s.config.hidden_size)
     weight[:, experts:padded] = 0
     return {"x": d.activation("x", s.rows, s.config.hidden_size), "weight": weight}
 
 
 def _run_front(r: Rig, i: Inputs) -> Outputs:
     s, c = r.shape, r.shape.config
-    logits = r.empty_box(s.tp, s.cap, c.num_experts, dim=1, dtype=s.precision.compute)
-    latent = r.empty_box(s.tp, s.cap, c.routed_expert_hidden_size, dim=1)
-    r.call("moe_front", r.padded(i["x"], 0).repeat(s.tp, 1, 1), i["weight"], logits, latent)
-    return {"logits": r.live(logits), "latent": r.live(latent)}
+    experts, _, width = (s.ranks * n for n in _widths(s))  # columns that the ranks here publish
+    logits = r.empty_box(s.tp, s.cap, c.num_experts, dim=1, dtype=s.precision.compute, columns=experts)
+    latent = r.empty_box(s.tp, s.cap, c.routed_expert_hidden_size, dim=1, columns=width)
+    r.call("moe_front", r.padded(i["x"], 0).repeat(s.ranks, 1, 1), i["weight"], logits, latent)
+    return {"logits": r.live(logits)[..., :experts], "latent": r.live(latent)[..., :width]}
 
 
 def _oracle_front(s: Shape, i: Inputs) -> Oracle:
     experts, padded, _ = _widths(s)
-    y = Bounded.of(live_rows(s, i["x"], 0).repeat(s.tp, 1, 1)).linear(i["weight"])
+    y = Bounded.of(live_rows(s, i["x"], 0).repeat(s.ranks, 1, 1)).linear(i["weight"])
 
     def gathered(part: Bounded) -> Bounded:
         return over_ranks(part.map("transpose", 0, 1).map("flatten", 1), s.tp)
@@ -249,8 +250,12 @@ def _oracle_tail(s: Shape, i: Inputs) -> Oracle:
     return {"delta": over_ranks(delta, s.tp), "armed": ZERO}
 
 
+def front_case(s: Shape) -> OpCase:
+    return OpCase("moe_front", s, _draw_front, _run_front, _oracle_front, "logits FP32, latent columns rounded")
+
+
 def cases(s: Shape) -> Iterator[OpCase]:
-    yield OpCase("moe_front", s, _draw_front, _run_front, _oracle_front, "logits FP32, latent columns rounded")
+    yield front_case(s)
     route = "weights rounded; ids exact where the gap to a neighbour exceeds 1e-6"
     yield OpCase("route", s, _draw_route, _run_route, _oracle_route, route)
     yield OpCase("fc1", s, _draw_fc1, _run_fc1, _oracle_fc1, "SiTU output rounded, gate and up FP32")

@@ -14,7 +14,9 @@ _STRIDES = (5, 3, 7, 2, 11, 1)  #: per dimension, coprime to 13
 
 
 class Draw:
-    """Seeded tensors of one family. Activations follow the family; weights are normal unless the family is coded.
+    """Seeded tensors of one family, on torch's default device.
+
+    Activations follow the family; weights are normal unless the family is coded.
 
     ``coded`` values are small multiples of 1/4 that encode their own indices (rank, row, block, column): sums of
     their products are exact, so a result from a wrong block, row or rank is wrong by whole units.
@@ -27,7 +29,8 @@ class Draw:
 
     def _generator(self, name: str) -> torch.Generator:
         digest = hashlib.sha256(f"{self.seed}/{name}".encode()).digest()
-        return torch.Generator().manual_seed(int.from_bytes(digest[:7], "little"))
+        generator = torch.Generator(device=torch.get_default_device())
+        return generator.manual_seed(int.from_bytes(digest[:7], "little"))
 
     def coded(self, *shape: int) -> Tensor:
         code = torch.zeros(shape, dtype=torch.int64)

@@ -12,7 +12,7 @@ from kimi_k3.decode.numerics.families import Draw
 from kimi_k3.decode.numerics.rig import ZERO, Inputs, OpCase, Rig, Shape
 from kimi_k3.decode.plan import TWO_PHASE_ROWS
 
-STORED = 2  #: blocks mixed by the cases; the configuration stores as many
+STORED = 2  #: blocks mixed by the cases of the reduction
 
 Outputs = Mapping[str, Tensor]
 Oracle = Mapping[str, Bounded]
@@ -38,19 +38,20 @@ def live_rows(shape: Shape, x: Tensor, dim: int = 1) -> Tensor:
 
 def _draw_embed(s: Shape, d: Draw) -> Inputs:
     c = s.config
-    ids = torch.arange(s.rows) * 37 % c.vocab_size
-    ids[0], ids[-1] = 0, c.vocab_size - 1
-    return {"ids": ids, "weight": d.activation("embed", s.tp, c.vocab_size // s.tp, c.hidden_size)}
+    shard = c.vocab_size // s.tp
+    ids = torch.arange(s.rows) * 37 % (s.ranks * shard)
+    ids[0], ids[-1] = 0, s.ranks * shard - 1
+    return {"ids": ids, "weight": d.activation("embed", s.ranks, shard, c.hidden_size)}
 
 
 def _run_embed(r: Rig, i: Inputs) -> Outputs:
-    out = r.out(r.shape.tp, r.shape.rows, r.shape.config.hidden_size)
+    out = r.out(r.shape.ranks, r.shape.rows, r.shape.config.hidden_size)
     r.call("embed", i["ids"], i["weight"], out)
     return {"out": r.live(out)}
 
 
 def _oracle_embed(s: Shape, i: Inputs) -> Oracle:
-    return {"out": over_ranks(Bounded.of(i["weight"].flatten(0, 1)[i["ids"][: s.live]]), s.tp)}
+    return {"out": over_ranks(Bounded.of(i["weight"].flatten(0, 1)[i["ids"][: s.live]]), s.ranks)}
 
 
 # -- attention residual ------------------------------------------------------------------------------------------
@@ -85,13 +86,13 @@ def _attn_res_case(s: Shape, label: str, stored: int, opens: bool, final: bool) 
 
     def run(r: Rig, i: Inputs) -> Outputs:
         h = s.config.hidden_size
-        prefix, blocks = (r.padded(i[k], 0).repeat(s.tp, *[1] * i[k].dim()) for k in ("prefix", "blocks"))
-        delta = r.full_box(i["delta"].repeat(s.tp, 1, 1), 1)
+        prefix, blocks = (r.padded(i[k], 0).repeat(s.ranks, *[1] * i[k].dim()) for k in ("prefix", "blocks"))
+        delta = r.full_box(i["delta"].repeat(s.ranks, 1, 1), 1)
         writable = torch.zeros(blocks.shape, dtype=torch.bool)
         if opens:
             writable[:, :, stored] = True
         r.guard(blocks, writable)
-        tap, out = r.out(s.tp, s.rows, h), r.out(s.tp, s.rows, h)
+        tap, out = r.out(s.ranks, s.rows, h), r.out(s.ranks, s.rows, h)
         r.call("attn_res", delta, prefix, blocks, i["query"], i["gamma"], stored, opens, final, tap, out)
         found = {"out": out, "prefix": prefix, "tap": tap, **({"block": blocks[:, :, stored]} if opens else {})}
         return {**{name: r.live(x) for name, x in found.items()}, "armed": r.not_idle(delta, 1)}
@@ -104,7 +105,7 @@ def _attn_res_case(s: Shape, label: str, stored: int, opens: bool, final: bool) 
             mixture = mixture.rounded()
         out = (mixture.rms(eps) * Bounded.of(i["gamma"])).rounded()
         found = {"out": out, "prefix": prefix, "tap": prefix, **({"block": prefix} if opens else {})}
-        return {**{name: over_ranks(x, s.tp) for name, x in found.items()}, "armed": ZERO}
+        return {**{name: over_ranks(x, s.ranks) for name, x in found.items()}, "armed": ZERO}
 
     text = "prefix + delta, " + ("mixture, " if final else "") + "output rounded; mixture and norm FP32"
     return OpCase("attn_res", s, _draw_attn_res, run, oracle, text, label)
@@ -115,8 +116,8 @@ def _attn_res_case(s: Shape, label: str, stored: int, opens: bool, final: bool) 
 
 def _projection_draw(rows: int, columns: int, replicated: int = 0) -> Drawing:
     def draw(s: Shape, d: Draw) -> Inputs:
-        weight = d.weight("weight", s.tp, rows, columns)
-        weight[:, :replicated] = weight[0, :replicated]
+        weight = d.weight("weight", s.ranks, rows, columns)
+        weight[:, :replicated] = weight[0, :replicated].clone()
         return {"x": d.activation("x", s.rows, columns), "weight": weight}
 
     return draw
@@ -132,12 +133,12 @@ def _in_proj_case(s: Shape, kind: str) -> OpCase:
     rows += -rows % 16
 
     def run(r: Rig, i: Inputs) -> Outputs:
-        out = r.out(s.tp, s.rows, rows)
-        r.call("in_proj", r.padded(i["x"], 0).repeat(s.tp, 1, 1), i["weight"], replicated, out)
+        out = r.out(s.ranks, s.rows, rows)
+        r.call("in_proj", r.padded(i["x"], 0).repeat(s.ranks, 1, 1), i["weight"], replicated, out)
         return {"out": r.live(out)}
 
     def oracle(s: Shape, i: Inputs) -> Oracle:
-        x = Bounded.of(live_rows(s, i["x"], 0).repeat(s.tp, 1, 1))
+        x = Bounded.of(live_rows(s, i["x"], 0).repeat(s.ranks, 1, 1))
         return {"out": x.linear(i["weight"]).rounded()}
 
     draw = _projection_draw(rows, c.hidden_size, replicated)
@@ -148,12 +149,12 @@ def _gate_up_case(s: Shape, op: str, width: int) -> OpCase:
     c = s.config
 
     def run(r: Rig, i: Inputs) -> Outputs:
-        out = r.out(s.tp, s.rows, width)
-        r.call(op, r.padded(i["x"], 0).repeat(s.tp, 1, 1), i["weight"], out)
+        out = r.out(s.ranks, s.rows, width)
+        r.call(op, r.padded(i["x"], 0).repeat(s.ranks, 1, 1), i["weight"], out)
         return {"out": r.live(out)}
 
     def oracle(s: Shape, i: Inputs) -> Oracle:
-        x = Bounded.of(live_rows(s, i["x"], 0).repeat(s.tp, 1, 1))
+        x = Bounded.of(live_rows(s, i["x"], 0).repeat(s.ranks, 1, 1))
         both = x.linear(i["weight"]).rounded()
         return {"out": both[..., :width].situ(both[..., width:], c.situ_beta, c.situ_linear_beta).rounded()}
 
@@ -163,8 +164,8 @@ def _gate_up_case(s: Shape, op: str, width: int) -> OpCase:
 
 def _draw_partial(width: int) -> Drawing:
     def draw(s: Shape, d: Draw) -> Inputs:
-        weight = d.weight("weight", s.tp, s.config.hidden_size, width)
-        return {"x": d.activation("x", s.tp, s.rows, width), "weight": weight}
+        weight = d.weight("weight", s.ranks, s.config.hidden_size, width)
+        return {"x": d.activation("x", s.ranks, s.rows, width), "weight": weight}
 
     return draw
 
@@ -175,7 +176,7 @@ def _partial_case(s: Shape, op: str, width: int) -> OpCase:
     columns = s.config.hidden_size // (1 if one_shot else s.tp)
 
     def run(r: Rig, i: Inputs) -> Outputs:
-        box = r.empty_box(s.tp, s.tp, s.cap, columns, dim=2)
+        box = r.empty_box(s.tp, s.ranks, s.cap, columns, dim=2)
         r.call(op, r.padded(i["x"]), i["weight"], box)
         return {"box": r.live(box, 2)}
 
@@ -264,21 +265,26 @@ def _oracle_prefetch(s: Shape, i: Inputs) -> Oracle:
 
 
 def cases(s: Shape) -> Iterator[OpCase]:
-    c = s.config
+    yield from kernel_cases(s)
+    yield _reduce_case(s, "-inner", False)
+    yield _reduce_case(s, "-opens", True)
+    yield OpCase("dense_reduce", s, _draw_reduce, _run_dense_reduce, _oracle_dense_reduce, "sum over ranks rounded")
+    yield OpCase("prefetch", s, _draw_prefetch, _run_prefetch, _oracle_prefetch, "changes nothing")
+
+
+def kernel_cases(s: Shape) -> Iterator[OpCase]:
+    """Of the ops that one rank alone can run: none of them reads what other ranks published."""
+    c, stored = s.config, s.config.num_blocks
     dense, shared = c.intermediate_size // s.tp, c.shared_intermediate_size // s.tp
     yield OpCase("embed", s, _draw_embed, _run_embed, _oracle_embed, "exact")
     yield _attn_res_case(s, "-first", 0, True, False)
-    yield _attn_res_case(s, "-opens", STORED - 1, True, False)
-    yield _attn_res_case(s, "-inner", STORED, False, False)
-    yield _attn_res_case(s, "-final", STORED, False, True)
+    yield _attn_res_case(s, "-opens", stored - 1, True, False)
+    yield _attn_res_case(s, "-inner", stored, False, False)
+    yield _attn_res_case(s, "-final", stored, False, True)
     yield _in_proj_case(s, "kda")
     yield _in_proj_case(s, "mla")
     yield _partial_case(s, "oproj_publish", c.kda_width // s.tp)
-    yield _reduce_case(s, "-inner", False)
-    yield _reduce_case(s, "-opens", True)
     yield _gate_up_case(s, "dense_gate_up", dense)
     yield _partial_case(s, "dense_down_push", dense)
-    yield OpCase("dense_reduce", s, _draw_reduce, _run_dense_reduce, _oracle_dense_reduce, "sum over ranks rounded")
     yield _gate_up_case(s, "shared_gate_up", shared)
     yield _partial_case(s, "shared_down_push", shared)
-    yield OpCase("prefetch", s, _draw_prefetch, _run_prefetch, _oracle_prefetch, "changes nothing")

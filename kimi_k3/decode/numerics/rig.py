@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from kimi_k3.decode import registry
+from kimi_k3.decode.executor import device_family
 from kimi_k3.decode.mesh import IDLE, is_idle
 from kimi_k3.decode.numerics.bounded import Bounded
 from kimi_k3.decode.numerics.families import FAMILIES, Draw
@@ -38,7 +39,11 @@ def changed_elements(before: Tensor, after: Tensor, writable: Tensor | None = No
 
 @dataclass(frozen=True)
 class Shape:
-    """One size of a step: ``live`` of ``rows`` rows are true ones."""
+    """One size of a step: ``live`` of ``rows`` rows are true ones.
+
+    ``played``: how many of the ``tp`` ranks run here, 0 for all of them; publications go to all ``tp`` mailboxes either
+    way. ``device`` holds every tensor.
+    """
 
     config: KimiK3Config
     precision: Precision
@@ -48,6 +53,13 @@ class Shape:
     query_len: int = 1
     dcp: int = 1
     interleave: int = 3
+    played: int = 0
+    device: str = "cpu"
+
+    @property
+    def ranks(self) -> int:
+        """Leading dimension of what is rank-local."""
+        return self.played or self.tp
 
     @property
     def cap(self) -> int:
@@ -70,7 +82,8 @@ class Shape:
         verify = f"-q{self.query_len}" if self.query_len > 1 else ""
         dcp = f"-dcp{self.dcp}" if self.dcp > 1 else ""
         fp8 = "-kvfp8" if self.precision.kv == FP8 else ""
-        return f"tp{self.tp}-m{self.rows}of{self.live}{verify}{dcp}{fp8}"
+        part = f"-{self.played}rank" if self.played else ""
+        return f"tp{self.tp}{part}-m{self.rows}of{self.live}{verify}{dcp}{fp8}"
 
     @property
     def query_dtype(self) -> torch.dtype:
@@ -83,7 +96,7 @@ class Rig:
     def __init__(self, shape: Shape, provider: str, poison: float) -> None:
         self.shape, self.poison = shape, poison
         self.context = OpContext(shape.config, shape.precision, shape.tp, shape.dcp, shape.interleave)
-        self.context.providers = registry.select(self.context, "cpu", provider)
+        self.context.providers = registry.select(self.context, device_family(torch.device(shape.device)), provider)
         self._guards: list[tuple[Tensor, Tensor, Tensor | None]] = []
 
     def out(self, *size: int, dtype: torch.dtype | None = None) -> Tensor:
@@ -102,11 +115,15 @@ class Rig:
         x.narrow(dim, self.shape.live, self.shape.rows - self.shape.live).fill_(self._poison(x.dtype))
         return x
 
-    def empty_box(self, *size: int, dim: int, dtype: torch.dtype | None = None) -> Tensor:
-        """An idle mailbox with poison in the canary rows; publications may write the step's rows only."""
+    def empty_box(self, *size: int, dim: int, dtype: torch.dtype | None = None, columns: int | None = None) -> Tensor:
+        """An idle mailbox with poison in the canary rows; publications may write the step's rows only, and of them
+        only the first ``columns`` columns."""
         box = self.out(*size, dtype=dtype)
         box.narrow(dim, 0, self.shape.rows).fill_(IDLE)
-        return self.guard(box, self._rows_of(box, dim))
+        writable = self._rows_of(box, dim)
+        if columns is not None:
+            writable[..., columns:] = False
+        return self.guard(box, writable)
 
     def full_box(self, values: Tensor, dim: int) -> Tensor:
         """A mailbox that holds ``values`` in its live rows, poison in padding rows and canaries."""

@@ -22,7 +22,7 @@ from kimi_k3.reference.weights import MXFP4Tensor
 def moe_front(context: OpContext, x: Tensor, weight: Tensor, logits_box: Tensor, latent_box: Tensor) -> None:
     """Each rank's router logits (FP32) and latent columns (rounded) to all ranks."""
     y = project(context, x, weight)
-    ranks = y.shape[0]
+    ranks = logits_box.shape[0]  # those that publish may be fewer
     mesh.publish_columns(logits_box, y[..., : logits_box.shape[-1] // ranks])
     mesh.publish_columns(latent_box, context.precision.rounding(y[..., -(latent_box.shape[-1] // ranks) :]))
 
