@@ -50,7 +50,7 @@ def read_yaml(path: Path) -> tuple[Any, LineMap, bytes]:
     try:
         for event in yaml.parse(text, Loader=yaml.SafeLoader):
             if isinstance(event, yaml.AliasEvent):  # a few nested ones expand to gigabytes
-                line = event.start_mark.line + 1
+                line = event.start_mark.line + 1 if event.start_mark else 1
                 raise ManifestError("uses a YAML alias", where=f"{path}:{line}", expected="every value written out")
         node = yaml.compose(text, Loader=yaml.SafeLoader)
         data = yaml.safe_load(text)
