@@ -72,7 +72,7 @@ class EngineLM(LM):
         openings: list[str] = []
         for number, instance in enumerate(requests):
             context, options = instance.args
-            prompt, opening = self._prompt(instance.doc, context)
+            prompt, opening = self._prompt(getattr(instance, "doc", None), context)
             openings.append(opening)
             tokens = min(self.max_tokens, int(options.get("max_gen_toks", self.max_tokens)))
             stop = options.get("until") or []

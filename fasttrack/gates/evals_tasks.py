@@ -79,6 +79,7 @@ class _Task:
             self.unsure.append(f"{task}: every item is above the engine's context")
             return
         self._score(kept)
+        # Three tests per task: fasttrack.stats.power.TESTS_PER_TASK, on which the plan's odds of failing rest.
         self._rate("cut-off", kept, lambda r: r.finish_reason == "length")
         self._rate("unparsed", kept, lambda r: not r.parsed)
 

@@ -66,10 +66,10 @@ class PairedScores:
 def score_z(deltas: Array, mean0: float) -> float:
     """Standardised distance of the observed mean above ``mean0``, variance under the hypothesis mean = ``mean0``."""
     mean = float(deltas.mean())
+    if abs(mean - mean0) < 1e-12:  # equal but for rounding: two points lost out of a hundred questions
+        return 0.0
     if mean < mean0:
         return -score_z(-deltas, -mean0)
-    if mean == mean0:
-        return 0.0
     variance = _constrained_variance(deltas - mean0, -1.0 - mean0)
     return math.inf if variance <= 0 else (mean - mean0) * math.sqrt(deltas.size / variance)
 

@@ -16,6 +16,9 @@ from fasttrack.stats.paired import Estimand
 
 Array = NDArray[np.float64]
 CONFIDENCE = 0.95
+#: The gate looks for three breaches per task: of its score, of cut-off and of unparsed answers. Holm's first step
+#: holds the smallest p-value against the level divided by all of them.
+TESTS_PER_TASK = 3
 _NODES = 60
 
 
@@ -99,13 +102,14 @@ class Odds:
 def joint_odds(designs: Sequence[Design], drops: Sequence[float], *, draws: int = 2000, seed: int = 0) -> Odds:
     """Chances of the verdict over all tasks: pass when every bound is inside its margin, fail on a breach.
 
-    A breach is one task's, at the level that Holm's procedure gives the smallest p-value. Tasks are independent.
+    A breach is one task's, at the level that Holm's procedure gives the smallest p-value of :data:`TESTS_PER_TASK`
+    tests per task. Tasks are independent.
     """
     if not designs:
         return Odds(1.0, 0.0)
     z = np.stack([d.simulate(drop, draws, seed + i) for i, (d, drop) in enumerate(zip(designs, drops, strict=True))])
     passed = (z > norm.ppf(CONFIDENCE)).all(0)
-    failed = (z <= norm.ppf((1 - CONFIDENCE) / len(designs))).any(0)
+    failed = (z <= norm.ppf((1 - CONFIDENCE) / (TESTS_PER_TASK * len(designs)))).any(0)
     return Odds(float(passed.mean()), float(failed.mean()))
 
 

@@ -31,10 +31,13 @@ TOY: dict[str, Any] = {
     ],
     "tasks": [
         {"name": "aime", "task": "aime25", "generated": True},
-        {"name": "gpqa", "task": "gpqa_diamond", "generated": True},
+        {"name": "gpqa", "task": "gpqa_diamond", "generated": True, "style": "choice"},
         {"name": "mrcr", "task": "mrcr", "generated": True},
     ],
-    "gates": {"required": ["isolation.scope_coverage"]},
+    "gates": {
+        "required": ["isolation.scope_coverage"],
+        "optional": ["evals.fidelity", "evals.free_running", "evals.task_scores"],
+    },
     "tiers": {"smoke": {"minutes": 1, "fidelity_sequences": 8, "fidelity_tokens": 12, "task_items": 3}},
 }
 

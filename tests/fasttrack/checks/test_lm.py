@@ -4,9 +4,11 @@ from types import SimpleNamespace
 
 import pytest
 from fake_target import TARGET
+from fake_target.engine import ToyEngine
 
-from fasttrack.checks.lm import EngineLM
-from fasttrack.target import EngineSpec, Request, Sampling
+from fasttrack.checks.lm import EngineLM, chat_template_sha256
+from fasttrack.target import Completion, EngineSpec, Request, Sampling
+from fasttrack.tasks.second import second_score
 
 
 @pytest.fixture
@@ -14,8 +16,8 @@ def engine():
     return TARGET.engine(EngineSpec("embedded", "stock", "auto"))
 
 
-def instance(doc_id, *args):
-    return SimpleNamespace(args=args, doc_id=doc_id)
+def instance(doc_id, *args, doc=None):
+    return SimpleNamespace(args=args, doc_id=doc_id, doc=doc)
 
 
 def test_generation_is_capped_cut_at_the_stop_string_and_observed(engine):
@@ -76,3 +78,38 @@ def test_sampling_depends_on_the_documents_seed_alone(engine):
     assert answers(lambda d: d) == answers(lambda d: d)
     assert answers(lambda d: d)[0] != answers(lambda d: d)[1]
     assert len(set(answers(lambda d: 5))) == 1
+
+
+class Chatty(ToyEngine):
+    """A toy engine with a chat template that opens a reasoning block."""
+
+    opening = "<think>"
+
+    def encode_chat(self, messages):
+        turns = "".join(f"[{m['role'][0]}]{m['content']}" for m in messages)
+        return self.encode(f"{turns}[a]{self.opening}\n")
+
+    def generate(self, requests, *, run, keep_logits=False, on_step=None):
+        self.asked = [self.decode(r.prompt) for r in requests]
+        return [Completion(r.id, [1], "length", "so \\boxed{7}") for r in requests]
+
+
+def test_a_chat_template_gets_the_turns_and_an_open_thought_comes_back_with_the_response():
+    engine = Chatty(EngineSpec("embedded", "stock", "auto"))
+    lm = EngineLM(engine, run="r", max_tokens=8)
+    turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}, {"role": "user", "content": "c"}]
+    texts = lm.generate_until([instance(0, "Hello", {}), instance(1, "flat", {}, doc={"messages": turns})])
+    assert engine.asked == ["[u]Hello[a]<think>\n", "[u]a[a]b[u]c[a]<think>\n"]
+    assert texts == ["<think>so \\boxed{7}"] * 2
+    assert second_score("aime25", {"answer": "7"}, texts[0]) == 0  # the thought never ended
+    engine.opening = ""
+    assert lm.generate_until([instance(2, "Hello", {})]) == ["so \\boxed{7}"]
+    assert lm.observations[2][0].prompt_tokens == len("[u]Hello[a]\n")
+
+
+def test_chat_templates_are_known_by_what_they_render(engine):
+    one, other = (Chatty(EngineSpec("embedded", "stock", "auto")) for _ in range(2))
+    assert chat_template_sha256(one) == chat_template_sha256(other)
+    other.opening = ""
+    assert chat_template_sha256(one) != chat_template_sha256(other)
+    assert chat_template_sha256(engine) is None

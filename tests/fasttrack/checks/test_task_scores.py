@@ -7,7 +7,8 @@ from fake_target.engine import ToyEngine
 from harness import run_units, toy_scope
 
 from fasttrack.errors import UsageError
-from fasttrack.records import EvalItemRecord
+from fasttrack.gates import GATES
+from fasttrack.records import EvalItemRecord, EvalTaskRecord
 from fasttrack.target import Completion
 
 
@@ -90,6 +91,8 @@ def test_gated_questions_leave_only_hashes(tmp_path):
     assert items
     assert all(r.response is None and len(r.item) == 64 for r in items)
     assert "secret" not in "".join(r.model_dump_json() for r in items)
+    left = [p for p in tmp_path.rglob("*") if p.is_file() and p != data]
+    assert not [p for p in left if b"Which?" in p.read_bytes()]  # nor do questions stay in the run's folder
 
 
 def test_an_empty_data_set_is_refused_while_planning(tmp_path):
@@ -97,3 +100,41 @@ def test_an_empty_data_set_is_refused_while_planning(tmp_path):
     data.write_text("\n")
     with pytest.raises(UsageError, match="no rows"):
         run_units(scope_with(data), tmp_path, tasks_only, check="evals")
+
+
+def test_a_record_says_how_each_arm_ran_the_task(tmp_path):
+    data = tmp_path / "sums.jsonl"
+    data.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    scope = scope_with(data, task_repeats=2)
+    records = run_units(scope, tmp_path, tasks_only, check="evals", target=Oracle(ROWS, right=3))
+    runs = [r for r in records if isinstance(r, EvalTaskRecord)]
+    assert [r.arm for r in runs] == ["stock", "optimized"]
+    assert {(r.source, r.items, r.repeats, r.temperature, r.chat_template_sha256) for r in runs} == {
+        ("file:sums.jsonl", 4, 2, 1.0, None)
+    }
+    assert runs[0].rows_sha256 == runs[1].rows_sha256
+    items = [r for r in records if isinstance(r, EvalItemRecord)]
+    assert all(r.second_score == r.score for r in items)
+    result = GATES["evals.task_scores"](scope, records)
+    assert result.verdict == "inconclusive"
+    assert "no step of the optimised arm ran specialised" in result.reason  # this engine keeps no ledger
+
+
+def test_repeats_use_other_seeds_and_arms_the_same(toy_records, tmp_path):
+    tasks = [{"name": "aime", "task": "aime25", "generated": True}]
+    tiers = {"smoke": {"minutes": 1, "task_items": 4, "task_repeats": 3, "task_tokens": 12}}
+    records = run_units(toy_scope(tasks=tasks, tiers=tiers), tmp_path, tasks_only, check="evals")
+    texts = {}
+    for r in records:
+        if isinstance(r, EvalItemRecord):
+            texts.setdefault((r.item, r.repeat), set()).add(r.response)
+    assert len(texts) == 12
+    assert all(len({frozenset(texts[i, k]) for k in range(3)}) == 3 for i, _ in texts)
+    # Sampling noise is the seed's: on the toy the paths agree to the last bit or nearly so.
+    assert sum(len(own) == 1 for own in texts.values()) >= 9
+
+
+def test_a_pinned_chat_template_must_be_the_engines(tmp_path):
+    tasks = [{"name": "aime", "task": "aime25", "generated": True, "chat_template_sha256": "ab"}]
+    with pytest.raises(UsageError, match="chat template has SHA-256 None; expected ab"):
+        run_units(toy_scope(tasks=tasks), tmp_path, tasks_only, check="evals")

@@ -6,7 +6,9 @@ import pytest
 from harness import toy_scope
 
 from fasttrack.gates import GATES
+from fasttrack.gates.evals_tasks import _Task
 from fasttrack.records import EvalItemRecord, EvalTaskRecord, Evidence
+from fasttrack.stats.power import TESTS_PER_TASK
 
 PROOF = Evidence(kind="emulated")
 
@@ -91,6 +93,11 @@ def test_two_breaches_are_corrected_for_and_named():
     assert result.verdict == "fail"
     assert "two: a drop of 6 points" in result.reason
     assert "one" not in result.reason.replace("no one", "")
+
+
+def test_as_many_breaches_are_looked_for_as_the_plan_corrects_for():
+    judged = _Task(toy_scope(**ONE_TASK), "aime", None, items(EVEN, EVEN), [])
+    assert len(judged.primaries) == TESTS_PER_TASK
 
 
 def test_runs_of_one_arm_only_leave_the_task_undecided():

@@ -43,6 +43,13 @@ def test_statistic_is_antisymmetric_and_monotone():
     assert score_bound(deltas) < deltas.mean() < -score_bound(-deltas)
 
 
+def test_a_mean_that_equals_the_hypothesis_but_for_rounding_is_no_distance():
+    for questions, lost, repeats in ((100, 10, 5), (200, 4, 1), (50, 8, 8)):
+        deltas = np.r_[-np.ones(lost) / repeats, np.zeros(questions - lost)]
+        assert score_z(deltas, -lost / repeats / questions) == 0
+        assert breach_p_value(deltas, lost / repeats / questions) == pytest.approx(0.5)
+
+
 def test_breach_needs_a_large_drop():
     assert breach_p_value(np.r_[-np.ones(30), np.zeros(170)], 0.02) < 1e-4
     assert breach_p_value(np.zeros(200), 0.02) > 0.9

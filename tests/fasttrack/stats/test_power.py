@@ -27,7 +27,7 @@ def test_odds_add_up_and_move_the_right_way():
     assert [o.fails for o in at] == sorted(o.fails for o in at)
     assert at[2].passes <= 0.057
     assert at[0].fails <= 0.001
-    assert at[3].fails > 0.5
+    assert at[3].fails > 0.3
 
 
 @pytest.mark.parametrize("design", [AIME, GPQA])
@@ -45,8 +45,7 @@ def test_joint_verdict_of_independent_tasks():
     assert joint_pass_probability(both, 0.0, draws=20000) == pytest.approx(product, abs=0.02)
     assert joint_odds(both, [0.02, 0.0], draws=20000).passes <= 0.057
     assert joint_odds(both, [0.0, 0.02], draws=20000).passes <= 0.057
-    # The smallest of two p-values is held against half the level: a breach on the boundary is no likelier.
-    assert joint_odds(both, [0.02, 0.02], draws=20000).fails <= 0.057
+    assert joint_odds(both, [0.02, 0.02], draws=20000).fails <= 0.04  # two tasks of three tests each
     assert joint_odds([], []).passes == 1
 
 
