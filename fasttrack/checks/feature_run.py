@@ -23,7 +23,7 @@ class FeatureRun:
     """What a scenario of :mod:`fasttrack.checks.features` works with.
 
     The stock arm runs without drafts: whatever an optimised arm with drafts emits must be what plain stock emits.
-    Both arms run under the manifest's ``engine.exact_options``.
+    Both arms run under the manifest's ``engine.feature_options``.
     """
 
     def __init__(self, unit: FeatureUnit, ctx: Context) -> None:
@@ -56,7 +56,7 @@ class FeatureRun:
             draft_length=drafts,
             acceptance="measured" if drafts else "none",
             cell=self._cell(arm),
-            options=self.ctx.scope.manifest.engine.exact_options,
+            options=self.ctx.scope.manifest.engine.feature_options,
         )
         return self._engine[arm]
 

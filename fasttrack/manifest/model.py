@@ -23,13 +23,15 @@ class EngineConfig(_Strict):
     """What executes the arms. ``options`` go to the target's engine unchanged.
 
     ``exact_options`` on top make an engine whose arithmetic hardly rounds, where there is such a thing: what is
-    left of a difference to the oracle is then a wrong formula. Fidelity and routing are measured there as well, and
-    features are compared there token for token.
+    left of a difference to the oracle is then a wrong formula. Fidelity and routing are measured there as well.
+    ``feature_options`` on top make the one on which features are compared token for token: the highest precision,
+    and a drafter that is often right, so that drafts stand and fall.
     """
 
     kind: Literal["embedded", "vllm", "server"]
     options: dict[str, Any] = {}
     exact_options: dict[str, Any] = {}
+    feature_options: dict[str, Any] = {}
 
 
 class Hardware(_Strict):
@@ -196,7 +198,7 @@ class Margins(_Strict):
     acceptance_points: float = Field(default=2.0, ge=0)  #: drop of the acceptance rate at any draft position
     task_points: dict[str, float] = {}  #: task -> largest acceptable drop in points of 100
     speedup: float = Field(default=1.0, ge=0)  #: smallest acceptable ratio of decode throughput
-    logprobs: float = Field(default=1e-9, ge=0)  #: nats between the arms' log-probabilities under exact_options
+    logprobs: float = Field(default=1e-9, ge=0)  #: nats between the arms' log-probabilities under feature_options
     sampling: float = Field(default=0.15, gt=0, le=1)  #: total variation between sampled distributions to be seen
 
 
