@@ -38,7 +38,7 @@ def test_a_torn_line_costs_nothing_else(tmp_path: Path):
 def test_a_malformed_entry_is_named(tmp_path: Path, line: str):
     path = tmp_path / "journal.jsonl"
     path.write_text(line + "\n")
-    with pytest.raises(UsageError, match="journal.jsonl:1"):
+    with pytest.raises(UsageError, match=r"journal\.jsonl:1"):
         read_journal(path)
 
 
