@@ -9,22 +9,17 @@ from __future__ import annotations
 import argparse
 import json
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from kimi_k3.kernels import bench
 from kimi_k3.kernels.attn_res import Settings
 from kimi_k3.kernels.attn_res_cases import moved_bytes
-from kimi_k3.kernels.attn_res_launch import PreparedAttnRes, choose
-
-SITES: dict[str, dict[str, Any]] = {
-    "pre8": {"stored": 8},
-    "pre1": {"stored": 1},
-    "open7": {"stored": 7, "opens": True},
-    "final": {"stored": 8, "final": True},
-}
+from kimi_k3.kernels.attn_res_launch import choose
+from kimi_k3.kernels.bench_inputs import ResidualSites
+from kimi_k3.kernels.shard_bench import SITES
 
 
 def candidates() -> list[Settings]:
@@ -36,27 +31,11 @@ def measure(site: str, rows: int, hidden: int, floor: float, sweep: bool) -> lis
     kw = SITES[site]
     size = moved_bytes(rows, hidden, kw["stored"], "add", kw.get("opens", False), False)
     count = bench.distinct(size, total=400_000_000, most=256)
-    g = torch.Generator(device="cuda").manual_seed(1)
-
-    def normal(*shape: int) -> torch.Tensor:
-        return torch.randn(*shape, generator=g, device="cuda").bfloat16()
-
-    delta, prefix = normal(count, rows, hidden), normal(count, rows, hidden)
-    blocks = normal(count, rows, 8, hidden)
-    query, gamma = normal(count, hidden).float() * hidden**-0.5, normal(count, hidden)
-    out = torch.empty(count, rows, hidden, dtype=torch.bfloat16, device="cuda")
-    delta *= 1e-3  # prefix grows by it with every replay
+    sites = ResidualSites(kw, rows, hidden, count)
     results = []
     for s in candidates() if sweep else [choose(hidden, rows)]:
         try:
-            kernels = [
-                PreparedAttnRes(query[i], gamma[i], rows=(rows,), settings=lambda *_, s=s: s, **kw)
-                for i in range(count)
-            ]
-
-            def launch(i: int, kernels: list[PreparedAttnRes] = kernels) -> None:
-                kernels[i].run(delta[i], prefix[i], blocks[i], None, out[i])
-
+            launch = partial(sites.launch, sites.prepared(s))
             note = f" c{s.cluster} v{s.vectors} o{s.occupancy} {s.trigger}" if sweep else ""
             t = bench.time_launches(
                 f"attn_res {site} H{hidden} M{rows}{note}", launch, count, bytes_per_launch=size, floor_tbps=floor,

@@ -10,63 +10,21 @@ from __future__ import annotations
 import argparse
 import json
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from kimi_k3.kernels import bench
+from kimi_k3.kernels.bench_inputs import KdaLayers
 from kimi_k3.kernels.cute_util import EVICT_FIRST
 from kimi_k3.kernels.kda_core import HEAD, KdaCore, Settings
 from kimi_k3.kernels.kda_core_cases import moved_bytes
-from kimi_k3.kernels.kda_core_launch import PreparedKdaCore, choose
+from kimi_k3.kernels.kda_core_launch import choose
 from kimi_k3.kernels.shapes import pad16
 
 GOALS = {"fraction_from_16_requests": 0.70, "us_at_1_request": 5.0}
-
-
-def pitch_of(heads: int) -> int:
-    return pad16(4 * heads * HEAD + HEAD + heads)
-
-
-class Layers:
-    """``count`` layers' weights, states and tables for ``requests`` requests of ``tokens`` rows."""
-
-    def __init__(self, heads: int, requests: int, tokens: int, columns: int, count: int) -> None:
-        self.heads, self.tokens, self.columns, self.count, self.requests = heads, tokens, columns, count, requests
-        width, dev = heads * HEAD, "cuda"
-        g = torch.Generator(device=dev).manual_seed(1)
-
-        def normal(*shape: int, scale: float = 1.0, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-            return (torch.randn(*shape, generator=g, device=dev) * scale).to(dtype)
-
-        self.pitch = pitch_of(heads)
-        per = max(1, columns)
-        slots = requests * per + 1
-        self.f_b = normal(count, width, HEAD, scale=HEAD**-0.5, dtype=torch.bfloat16)
-        self.conv_weight = normal(count, 3, 4, width, scale=0.5)
-        self.a_log = normal(count, heads, scale=0.5)
-        self.dt_bias = normal(count, width)
-        self.norm = 1 + normal(count, HEAD, scale=0.1)
-        self.state = [normal(slots, heads, HEAD, HEAD, scale=0.3) for _ in range(count)]
-        self.conv = normal(count, slots, 2 + per, 3 * width, dtype=torch.bfloat16)
-        self.projected = normal(requests * tokens, self.pitch, dtype=torch.bfloat16)
-        order = (torch.randperm(slots - 1, generator=g, device=dev) + 1).int()
-        self.slots = order.view(requests, per) if columns else order
-        self.accepted = torch.randint(1, per + 1, (requests,), generator=g, device=dev).int() if columns else None
-        self.out = torch.empty(count, requests * tokens, width, dtype=torch.bfloat16, device=dev)
-
-    def prepared(self, settings: Settings, kernel: type[KdaCore] = KdaCore) -> list[PreparedKdaCore]:
-        made = []
-        for i in range(self.count):
-            p = PreparedKdaCore(
-                self.f_b[i], self.conv_weight[i], self.a_log[i].clone(), self.dt_bias[i], self.norm[i],
-                pitch=self.pitch, tokens=self.tokens, columns=self.columns, settings=lambda *_: settings,
-            )  # fmt: skip
-            p.kernel = kernel  # type: ignore[misc]
-            p.prepare([self.requests])
-            made.append(p)
-        return made
 
 
 def candidates(heads: int, tokens: int, requests: int) -> list[Settings]:
@@ -116,8 +74,8 @@ def describe(s: Settings) -> str:
 def measure(
     heads: int, requests: int, tokens: int, columns: int, floor: float, sweep: bool, ablate: bool
 ) -> list[bench.Timing]:
-    size = moved_bytes(requests, tokens, heads, pitch_of(heads))
-    layers = Layers(heads, requests, tokens, columns, bench.distinct(size, most=256))
+    size = moved_bytes(requests, tokens, heads, pad16(4 * heads * HEAD + HEAD + heads))
+    layers = KdaLayers(heads, requests, tokens, columns, bench.distinct(size, most=256))
     results = []
     best = choose(heads, tokens, requests)
     todo: dict[str, tuple[Settings, type[KdaCore]]] = {"": (best, KdaCore)}
@@ -127,12 +85,7 @@ def measure(
         todo.update({" " + name: (best, kernel) for name, kernel in ablations().items()})
     for note, (s, kernel) in todo.items():
         try:
-            kernels = layers.prepared(s, kernel)
-
-            def launch(i: int, kernels: list[PreparedKdaCore] = kernels) -> None:
-                k = layers
-                kernels[i].run(k.projected, k.slots, k.accepted, k.conv[i], k.state[i], k.out[i])
-
+            launch = partial(layers.launch, layers.prepared(s, kernel))
             name = f"kda_core h{heads} B{requests} q{tokens}{'n' if columns else ''}{note}"
             extra: dict[str, Any] = {"heads": heads, "requests": requests, "tokens": tokens, "settings": asdict(s)}
             t = bench.time_launches(name, launch, layers.count, bytes_per_launch=size, floor_tbps=floor, extra=extra)
@@ -148,7 +101,11 @@ def copy_floor() -> float:
     """TB/s of an elementwise kernel that reads one buffer and writes another, bytes read plus bytes written."""
     a = torch.randn(500_000_000, device="cuda")
     b = torch.empty_like(a)
-    us, _, _ = bench.time_graph(bench.graph_of(lambda _: torch.neg(a, out=b), 1), 1, 20)
+
+    def launch(_: int) -> None:
+        torch.neg(a, out=b)
+
+    us, _, _ = bench.time_graph(bench.graph_of(launch, 1), 1, 20)
     return 8 * a.numel() / us / 1e6
 
 

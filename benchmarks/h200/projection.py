@@ -27,6 +27,7 @@ from choose import measured
 
 from kimi_k3.kernels import bench, limits
 from kimi_k3.kernels import stream_projection as sp
+from kimi_k3.kernels.bench_inputs import XS, ProjectionLayers
 from kimi_k3.kernels.shapes import ProjectionShape
 from kimi_k3.kernels.stream_projection_settings import Setting, setting_for, token_tiles
 
@@ -95,7 +96,14 @@ def check(name: str, rows: list[int], launches: int, floor: float) -> list[dict[
                 first = buffers.copy()
                 worst = verify(shape, live, x, w, first)
                 ok = buffers.untouched()
-                entry = {"case": name, "m": m, "kind": kind, "seed": seed, "excess": worst, "guard_row_untouched": ok}
+                entry: dict[str, Any] = {
+                    "case": name,
+                    "m": m,
+                    "kind": kind,
+                    "seed": seed,
+                    "excess": worst,
+                    "guard_row_untouched": ok,
+                }
                 if launches and seed == 1 and kind != "adversarial":
                     entry["repeat"] = repeat(op, x, w, buffers, first, launches)
                 results.append(entry)
@@ -182,14 +190,14 @@ def candidates(shape: ProjectionShape, m: int) -> list[Setting]:
         s for _, s in sorted(good.values(), key=lambda t: t[0]) if sp._untriggered(s) != sp._untriggered(present)
     ]
     if tiles >= 2:  # interleave the kinds
-        rows = [s for s in ordered if s.kind == "rows"]
+        few = [s for s in ordered if s.kind == "rows"]
         wide = [s for s in ordered if s.kind == "wgmma"]
-        ordered = [s for pair in itertools.zip_longest(wide, rows) for s in pair if s]
+        ordered = [s for pair in itertools.zip_longest(wide, few) for s in pair if s]
     return [present, *ordered]
 
 
 def again(shape: ProjectionShape, m: int, paths: list[str]) -> list[Setting]:
-    tiles, out = token_tiles(m), {}
+    tiles, out = token_tiles(m), dict[Any, Setting]()
     found = [(us, s) for (k, t, s), us in measured(paths).items() if k == (shape.n, shape.k, shape.situ) and t == tiles]
     for _, s in sorted(found, key=lambda t: t[0]):
         k = sp.make_kernel(sp.Epilogue(shape), s, m)
@@ -202,14 +210,6 @@ def again(shape: ProjectionShape, m: int, paths: list[str]) -> list[Setting]:
 
 def one(op: Any, x: torch.Tensor, weights: list[torch.Tensor], buffers: Buffers, i: int) -> None:
     op.run(x, weights[i], **buffers.args())
-
-
-def rotating(op: Any, xs: list[torch.Tensor], weights: list[torch.Tensor], buffers: Buffers, i: int) -> None:
-    op.run(xs[i % len(xs)], weights[i], **buffers.args())
-
-
-def product(xs: list[torch.Tensor], weights: list[torch.Tensor], y: torch.Tensor, i: int) -> None:
-    torch.mm(xs[i % len(xs)], weights[i].T, out=y)
 
 
 def tune(name: str, rows: list[int], limit: int, shard: str, deadline: float) -> list[dict[str, Any]]:
@@ -271,33 +271,28 @@ def timing(name: str, rows: list[int], floor: float, replays: int) -> list[bench
     out = []
     with gpu():
         n = bench.distinct(shape.weight_bytes)
-        weights = [torch.randn(shape.n, shape.k, device="cuda", dtype=torch.bfloat16) * shape.k**-0.5 for _ in range(n)]
         for m in rows:
-            xs = [torch.randn(m, shape.k, device="cuda", dtype=torch.bfloat16) for _ in range(8)]
-            buffers = Buffers(shape, m, live)
-            extra = {"setting": asdict(op.setting(m)), "library": "cute"}
-
-            launch = partial(rotating, op, xs, weights, buffers)
-
+            layers = ProjectionLayers(shape, live, m, n)
+            launch, size = partial(layers.launch, op), shape.bytes(m)
             mine = bench.time_launches(
                 f"{name}/m{m}",
                 launch,
                 n,
-                bytes_per_launch=shape.bytes(m),
+                bytes_per_launch=size,
                 floor_tbps=floor,
                 replays=replays,
-                extra=extra,
+                extra={"setting": asdict(op.setting(m)), "library": "cute"},
             )
-            buffers.poison()
+            layers.y.fill_(float("nan"))
             launch(n - 1)
-            worst = verify(shape, live, xs[(n - 1) % 8], weights[n - 1], buffers.copy())
+            outputs = [layers.y] if layers.y32 is None else [layers.y, layers.y32]
+            worst = verify(shape, live, layers.xs[(n - 1) % XS], layers.weights[n - 1], outputs)
             mine.extra["excess"] = worst
-            y = torch.empty(m, shape.n, device="cuda", dtype=torch.bfloat16)
             base = bench.time_launches(
                 f"{name}/m{m} cublas",
-                partial(product, xs, weights, y),
+                layers.matmul,
                 n,
-                bytes_per_launch=shape.bytes(m),
+                bytes_per_launch=size,
                 floor_tbps=floor,
                 replays=replays,
                 extra={"library": "torch.mm", "note": "product only" if shape.situ or shape.fp32_rows else ""},
@@ -305,6 +300,7 @@ def timing(name: str, rows: list[int], floor: float, replays: int) -> list[bench
             out += [mine, base]
             if worst > 1:
                 print("WRONG", name, m, worst, flush=True)
+            del layers, launch
     return out
 
 

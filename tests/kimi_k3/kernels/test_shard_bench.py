@@ -1,0 +1,111 @@
+"""Kernel timings of a shard without a GPU: what is timed, bytes and goals, and that the data fits the kernels."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+import torch
+
+pytest.importorskip("cutlass")
+
+from kimi_k3.decode.ops import SCHEMAS
+from kimi_k3.kernels import attn_res_cases, kda_core_cases, shapes
+from kimi_k3.kernels.bench import Timing
+from kimi_k3.kernels.bench_inputs import XS, KdaLayers, ProjectionLayers, ResidualSites
+from kimi_k3.kernels.shard_bench import OPS, SITES, Goal, benchmarks
+from kimi_k3.kernels.stream_projection import cases, reference
+
+ALL = list(benchmarks())
+BY_NAME = {b.name: b for b in ALL}
+
+
+def test_every_kernel_is_timed_at_every_batch_of_both_sizes() -> None:
+    assert len(BY_NAME) == len(ALL)
+    rows = {1, 2, 4, 8, 16, 32, 64}
+    for op in OPS:
+        for tp in (8, 16):
+            assert {b.rows for b in ALL if b.name.startswith(f"{op}/tp{tp}/")} == rows, op
+    plain = Counter(b.tp for b in ALL if b.op == "kda_core" and b.query_len == 1)
+    assert plain == {8: 7, 16: 7}
+    assert {b.query_len for b in ALL if b.op == "kda_core"} == {1, 4, 8}
+    assert {b.rows for b in ALL if b.name.startswith("attn_res/final/")} == rows
+    assert {b.op for b in ALL} - {"lm_head"} <= set(SCHEMAS)
+    assert {b.rows for b in benchmarks("smoke")} == {1, 8, 64}
+    with pytest.raises(ValueError, match="unknown tier 'tiny'"):
+        next(benchmarks("tiny"))
+
+
+def test_bytes_count_everything_once() -> None:
+    assert BY_NAME["kda_in_proj/tp8/m8"].bytes == 2 * (6288 * 7168 + 8 * (7168 + 6288))
+    assert BY_NAME["shared_gate_up/tp16/m1"].bytes == 2 * (768 * 7168 + 7168 + 384)
+    # router logits are FP32: 112 columns of 4 bytes, 448 of 2
+    assert BY_NAME["moe_front/tp8/m2"].bytes == 2 * 560 * 7168 + 2 * (2 * 7168 + 4 * 112 + 2 * 448)
+    state = 12 * 128 * 128 * 4
+    assert 2 * state * 64 < BY_NAME["kda_core/tp8/b64"].bytes < 2.2 * state * 64
+    assert BY_NAME["kda_core/tp8/b8q8"].bytes > 9 * state * 8  # one state in, eight out
+    # eight blocks, prefix and delta in, prefix and output out; query FP32 and gamma once
+    assert BY_NAME["attn_res/pre8/m4"].bytes == 4 * (8 + 2 + 2) * 7168 * 2 + 7168 * (4 + 2)
+
+
+@pytest.mark.parametrize(
+    ("name", "goal"),
+    [
+        ("kda_in_proj/tp8/m8", Goal(fraction=0.95)),
+        ("kda_in_proj/tp16/m8", Goal(fraction=0.90)),
+        ("o_proj/tp8/m1", Goal(fraction=0.90)),
+        ("lm_head/tp16/m64", Goal(fraction=0.85)),
+        ("kda_in_proj/tp8/m16", None),
+        ("moe_front/tp8/m1", None),
+        ("kda_core/tp8/b1", Goal(us=5.0)),
+        ("kda_core/tp16/b16", Goal(fraction=0.70)),
+        ("kda_core/tp8/b8", None),
+        ("kda_core/tp8/b8q8", None),
+    ],
+)
+def test_goals(name: str, goal: Goal | None) -> None:
+    assert BY_NAME[name].goal == goal
+
+
+def test_a_goal_is_met_or_missed() -> None:
+    timing = Timing("x", us=10.0, p10=9.0, p90=11.0, replays=60, launches=16, bytes=1, floor_us=9.0)
+    assert Goal(fraction=0.90).met(timing)
+    assert not Goal(fraction=0.91).met(timing)
+    assert Goal(us=10.0).met(timing)
+    assert not Goal(us=9.9).met(timing)
+
+
+@pytest.mark.parametrize("op", ["o_proj", "moe_front", "shared_gate_up"])
+def test_projection_data(op: str) -> None:
+    shape, live = cases()[f"small-tp8-{op}"]
+    layers = ProjectionLayers(shape, live, 3, 20, "cpu")
+    assert len({w.data_ptr() for w in layers.weights}) == 20
+    i = XS + 1
+    y, y32 = reference(shape, layers.xs[i % XS], layers.weights[i], live)
+    assert y.shape == layers.y.shape
+    assert (y32 is None) == (layers.y32 is None)
+    assert y32 is None or layers.y32 is None or y32.shape == layers.y32.shape
+    layers.matmul(i)
+    assert torch.equal(layers.product, layers.xs[i % XS] @ layers.weights[i].T)
+
+
+@pytest.mark.parametrize(("tokens", "columns"), [(1, 0), (4, 8)])
+def test_kda_data(tokens: int, columns: int) -> None:
+    k = KdaLayers(2, 3, tokens, columns, 2, "cpu")
+    assert k.pitch == shapes.pad16(4 * 256 + 128 + 2)
+    out = k.out[1].clone()
+    given = (k.projected, k.f_b[1], k.conv_weight[1], k.a_log[1], k.dt_bias[1], k.norm[1], k.slots, k.accepted)
+    before = k.state[1].clone()
+    kda_core_cases.reference(*given, k.conv[1], k.state[1], out, tokens)
+    assert bool(out.isfinite().all())
+    changed = (k.state[1] != before).flatten(1).any(1).sum()
+    assert int(changed) == 3 * tokens
+    assert int(k.slots.min()) == 1
+
+
+@pytest.mark.parametrize("site", SITES)
+def test_residual_data(site: str) -> None:
+    s = ResidualSites(SITES[site], 2, 256, 2, "cpu")
+    out = s.out[1].clone()
+    attn_res_cases.reference(s.delta[1], s.prefix[1], s.blocks[1], s.query[1], s.gamma[1], None, out, **SITES[site])
+    assert bool(out.isfinite().all())
