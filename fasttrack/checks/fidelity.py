@@ -133,8 +133,9 @@ class _Batch:
         oracle: Sequence[RoutingStep],
         chosen: Sequence[RoutingStep],
     ) -> None:
-        decode = {step.index for step in steps if step.kind == "decode"}
-        for row, counts in enumerate(count_routing(oracle, [s for s in chosen if s.index in decode])):
+        # Row i of a step is sequence i as long as none waits and none has ended: those steps are compared.
+        whole = {s.index for s in steps if s.kind == "decode" and s.rows == self.cell.requests}
+        for row, counts in enumerate(count_routing(oracle, [s for s in chosen if s.index in whole])):
             self._record(RoutingRecord, arm, info, sequence=f"{self.first + row}", **counts)
 
 
