@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fasttrack.checks import acceptance, fidelity, free_running
+from fasttrack.checks import acceptance, batches, fidelity, free_running
 from fasttrack.checks.base import Context, Unit, cells_of, deployment_of
 from fasttrack.errors import EvidenceError
 from fasttrack.records import CellKey, Evidence, NotMeasuredRecord
@@ -16,9 +16,8 @@ from fasttrack.tasks.sources import scan
 if TYPE_CHECKING:
     from fasttrack.manifest.model import Manifest
 
-MOST_FORCED = 8  #: requests of a teacher-forced batch: few, so that what differs is not the neighbours
-EXACT_SEQUENCES, EXACT_TOKENS = 11, 12  #: where hardly anything rounds, a fault shows in the first tokens
-STEP_S = 0.025  #: planning figure: one engine step of a tiny model on a CPU
+EXACT_SEQUENCES, EXACT_TOKENS = 7, 10  #: per deployment; where hardly anything rounds, a fault shows at once
+STEP_S = 0.015  #: planning figure: one engine step of a tiny model on a CPU
 
 
 class EvalsCheck:
@@ -30,45 +29,49 @@ class EvalsCheck:
         Raises :class:`fasttrack.errors.UsageError` for a task whose local data cannot be used.
         """
         wanted = {*manifest.gates.required, *manifest.gates.optional}
-        deployments: dict[CellKey, list[int]] = {}
+        buckets: dict[tuple[str, str], dict[CellKey, list[int]]] = {}
         for cell in cells_of(manifest, tier):
+            deployments = buckets.setdefault((cell.step, cell.context), {})
             deployments.setdefault(cell.model_copy(update={"requests": 1}), []).append(cell.requests)
         units: list[Unit] = []
-        for cell, sizes in deployments.items():
+        for deployments in buckets.values():
             if wanted & {"evals.fidelity", "evals.routing"}:
-                units += self._forced(manifest, tier, cell, sizes)
-        for cell, sizes in deployments.items():
+                units += self._forced(manifest, tier, deployments)
+        for deployments in buckets.values():
             if "evals.free_running" in wanted:
-                units.append(self._free(manifest, tier, cell, sizes))
-            if "evals.acceptance" in wanted and cell.draft_length:
-                units += self._acceptance(manifest, tier, cell, sizes)
+                units += self._free(manifest, tier, deployments)
+            for cell, sizes in deployments.items():
+                if "evals.acceptance" in wanted and cell.draft_length:
+                    units += self._acceptance(manifest, tier, cell, sizes)
         if "evals.task_scores" in wanted:
             units += self._tasks(manifest, tier)
         return units
 
-    def _forced(self, manifest: Manifest, tier: str, cell: CellKey, sizes: list[int]) -> list[Unit]:
+    def _forced(self, manifest: Manifest, tier: str, deployments: dict[CellKey, list[int]]) -> list[Unit]:
         knobs = manifest.tier(tier)
-        arms = ("oracle", "stock", "optimized")
-        plans = {"fidelity": fidelity.batches_of(sizes, knobs.fidelity_sequences, knobs.fidelity_tokens, MOST_FORCED)}
+        plans = {"fidelity": batches.forced(deployments, knobs.fidelity_sequences, knobs.fidelity_tokens)}
         if manifest.engine.exact_options:
-            sequences, tokens = min(EXACT_SEQUENCES, knobs.fidelity_sequences), min(EXACT_TOKENS, knobs.fidelity_tokens)
-            plans["fidelity-exact"] = fidelity.batches_of(sizes, sequences, tokens, MOST_FORCED)
+            sequences = min(EXACT_SEQUENCES * len(deployments), knobs.fidelity_sequences)
+            plans["fidelity-exact"] = batches.forced(deployments, sequences, min(EXACT_TOKENS, knobs.fidelity_tokens))
         units = []
-        for kind, batches in plans.items():
-            cost = 1.0 + STEP_S * len(arms) * sum(b["tokens"] for b in batches)
-            params: dict[str, Any] = {"batches": batches, "exact": kind == "fidelity-exact"}
-            units.append(Unit(f"evals/{kind}/{_name(cell)}", self.name, _sized(cell, sizes), arms, cost, params))
+        for cell, sizes in deployments.items():
+            for kind, plan in plans.items():
+                arms = ("oracle", "stock", "optimized")
+                cost = 1.0 + STEP_S * len(arms) * sum(b["tokens"] for b in plan[cell])
+                params: dict[str, Any] = {"batches": plan[cell], "exact": kind == "fidelity-exact"}
+                units.append(Unit(f"evals/{kind}/{_name(cell)}", self.name, _sized(cell, sizes), arms, cost, params))
         return units
 
-    def _free(self, manifest: Manifest, tier: str, cell: CellKey, sizes: list[int]) -> Unit:
-        knobs = manifest.tier(tier)
-        batches = sorted(set(sizes))
-        while sum(batches) + max(sizes) <= knobs.free_running_requests:
-            batches.append(max(sizes))
-        cost = 1.0 + STEP_S * 3 * len(batches) * knobs.free_running_tokens
-        params = {"batches": batches, "tokens": knobs.free_running_tokens}
-        arms = ("oracle", "stock", "optimized")
-        return Unit(f"evals/free_running/{_name(cell)}", self.name, _sized(cell, sizes), arms, cost, params)
+    def _free(self, manifest: Manifest, tier: str, deployments: dict[CellKey, list[int]]) -> list[Unit]:
+        knobs, arms = manifest.tier(tier), ("oracle", "stock", "optimized")
+        plan = batches.free(deployments, knobs.free_running_requests)
+        units = []
+        for cell, sizes in deployments.items():
+            cost = 1.0 + STEP_S * len(arms) * len(plan[cell]) * knobs.free_running_tokens
+            params = {"batches": plan[cell], "tokens": knobs.free_running_tokens}
+            name = f"evals/free_running/{_name(cell)}"
+            units.append(Unit(name, self.name, _sized(cell, sizes), arms, cost, params))
+        return units
 
     def _acceptance(self, manifest: Manifest, tier: str, cell: CellKey, sizes: list[int]) -> list[Unit]:
         knobs, largest = manifest.tier(tier), _sized(cell, sizes)

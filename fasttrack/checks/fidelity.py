@@ -24,8 +24,6 @@ if TYPE_CHECKING:
 ARMS = ("stock", "optimized")
 #: KL divergences below this, per position, are rounding of the FP64 sum itself, in nats.
 KL_FLOOR = 1e-15
-#: Tokens per sequence of the batch with the most requests: it is there for its schedule, not for its numbers.
-CROWD_TOKENS = 8
 
 
 def run(unit: Unit, ctx: Context) -> None:
@@ -41,23 +39,6 @@ def run(unit: Unit, ctx: Context) -> None:
         _Batch(unit, ctx, cell, batch["tokens"], first, bool(unit.params.get("exact"))).run()
         first += batch["requests"]
         ctx.progress(number + 1, len(batches), "batches")
-
-
-def batches_of(sizes: Sequence[int], sequences: int, tokens: int, most: int) -> list[dict[str, int]]:
-    """Batches of claimed ``sizes`` with ``sequences`` sequences in all: each size up to ``most`` once, then the largest
-    of these, then whatever fits; and the largest claimed size of all once, with few tokens."""
-    small = sorted(size for size in set(sizes) if size <= most) or [min(sizes)]
-    plan: list[int] = []
-    for size in (*small, *[small[-1]] * sequences):
-        if sum(plan) + size <= sequences:
-            plan.append(size)
-    while sum(plan) < sequences and (rest := [s for s in small if s <= sequences - sum(plan)]):
-        plan.append(rest[-1])
-    plan = plan or [small[0]]
-    crowd = [max(sizes)] if max(sizes) > small[-1] else []
-    return [{"requests": n, "tokens": tokens} for n in plan] + [
-        {"requests": n, "tokens": min(tokens, CROWD_TOKENS)} for n in crowd
-    ]
 
 
 class _Batch:
@@ -210,4 +191,4 @@ def compare(table: torch.Tensor, exact: torch.Tensor, forced: Sequence[int], nea
     }
 
 
-__all__ = ["batches_of", "compare", "count_routing", "run"]
+__all__ = ["compare", "count_routing", "run"]

@@ -283,14 +283,14 @@ class Tier(_Strict):
     cells: Selection = Selection()
     decode_steps: int = Field(default=4, ge=1)  #: pure decode steps generated per cell
     profiled_steps: int = Field(default=1, ge=1)  #: of these, under the harness's profiler
-    fidelity_sequences: int = Field(default=16, ge=1)
+    fidelity_sequences: int = Field(default=16, ge=1)  #: teacher-forced, per step kind and context
     fidelity_tokens: int = Field(default=32, ge=1)
     task_items: int = Field(default=4, ge=1)
     task_repeats: int = Field(default=1, ge=1)
     task_tokens: int = Field(default=16, ge=1)  #: cap on generated tokens per item
     tokens_per_s: float | None = Field(default=None, gt=0)  #: aggregate, assumed: what a plan's hours rest on
-    free_running_tokens: int = Field(default=16, ge=1)  #: per request and cell
-    free_running_requests: int = Field(default=64, ge=1)  #: per cell, over all its batches
+    free_running_tokens: int = Field(default=16, ge=1)  #: per request
+    free_running_requests: int = Field(default=128, ge=1)  #: at least so many per step kind and context
     numerics_seeds: int = Field(default=1, ge=1)
     performance_tokens: int = Field(default=8, ge=1)  #: tokens generated per request and cell
     named_steps: int | None = Field(default=None, ge=1)  #: decode steps of a named cell, at most; none: all of it

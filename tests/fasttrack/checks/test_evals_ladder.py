@@ -5,13 +5,13 @@ from fake_target import TARGET
 from fake_target.engine import ToyEngine
 from harness import TOY, Sabotaged, run_units, toy_scope
 
-from fasttrack.checks import CHECKS
+from fasttrack.checks import CHECKS, batches
 from fasttrack.checks.acceptance import count
-from fasttrack.checks.fidelity import batches_of, count_routing
+from fasttrack.checks.fidelity import count_routing
 from fasttrack.checks.free_running import describe, repetitive
 from fasttrack.errors import EvidenceError
 from fasttrack.gates import GATES
-from fasttrack.records import FreeRunRecord, NotMeasuredRecord
+from fasttrack.records import CellKey, FreeRunRecord, NotMeasuredRecord
 from fasttrack.target import Completion, LedgerStep, RoutingStep
 
 
@@ -53,10 +53,23 @@ def test_exact_options_add_a_unit_per_deployment():
     ],
 )
 def test_forced_batches_are_claimed_sizes_of_at_most_eight_and_one_crowd(sizes, sequences, expected):
-    batches = batches_of(sizes, sequences, 32, most=8)
-    assert [b["requests"] for b in batches] == expected
-    assert {b["tokens"] for b in batches if b["requests"] <= 8} <= {32}
-    assert {b["tokens"] for b in batches if b["requests"] == 64 and len(batches) > 1} <= {8}
+    plan = batches.forced_of_one(sizes, sequences, 32)
+    assert [b["requests"] for b in plan] == expected
+    assert {b["tokens"] for b in plan if b["requests"] <= 8} <= {32}
+    assert {b["tokens"] for b in plan if b["requests"] == 64 and len(plan) > 1} <= {8}
+
+
+def cell(tp):
+    return CellKey(step="decode", tp=tp, requests=1)
+
+
+def test_work_is_shared_by_deployments_and_bounded():
+    shared = batches.forced({cell(1): [1, 2, 4, 8], cell(2): [1, 2, 4, 8]}, 30, 16)
+    assert [b["requests"] for b in shared[cell(2)]] == [1, 2, 4, 8]
+    assert len(batches.forced({cell(1): [1]}, 1000, 16)[cell(1)]) == batches.MOST_BATCHES
+    assert batches.free({cell(1): [1, 8], cell(2): [1]}, 30) == {cell(1): [1, 8, 8, 8, 8], cell(2): [1, 1, 1]}
+    assert batches.free({cell(1): [4, 64]}, 30) == {cell(1): [4, 64]}
+    assert len(batches.free({cell(1): [1]}, 1000)[cell(1)]) == 1 + batches.MOST_BATCHES
 
 
 def test_routing_is_counted_per_sequence_and_layer():
@@ -175,7 +188,7 @@ def test_what_an_engine_cannot_do_is_a_record_and_no_crash(tmp_path):
 
 
 def test_acceptance_units_need_cells_with_drafts():
-    cell = {"name": "v", "step": "verify", "tp": [2], "requests": [1, 2], "draft_length": [3]}
-    scope = [*TOY["scope"], cell]
+    row = {"name": "v", "step": "verify", "tp": [2], "requests": [1, 2], "draft_length": [3]}
+    scope = [*TOY["scope"], row]
     units = rungs(gates={"required": ["evals.acceptance"]}, scope=scope)
     assert units == ["acceptance"]
