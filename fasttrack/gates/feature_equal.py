@@ -14,8 +14,11 @@ SUM_LIMIT = 1e-5  #: how far FP32 probabilities of a vocabulary may be from one
 
 
 def same_as_stock(scope: Scope, own: UnitRecords, name: str) -> Findings:
-    """The arms' completions of run ``name`` are equal; a token may differ only at a tie within the margin."""
-    stock, fast = own.generations("stock", name), own.generations("optimized", name)
+    """The arms' greedy completions of run ``name`` are equal; a token may differ only at a tie within the margin."""
+    stock, fast = (
+        {k: r for k, r in own.generations(arm, name).items() if "temperature" not in r.sampling}
+        for arm in ("stock", "optimized")
+    )
     if not stock or stock.keys() != fast.keys():
         return Findings(vacuous=(f"run {name}: {len(stock)} completions of stock, {len(fast)} of the optimised arm",))
     margin = scope.manifest.margins.logprobs

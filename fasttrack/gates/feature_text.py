@@ -57,16 +57,15 @@ def stop(scope: Scope, own: UnitRecords) -> Findings:
 def structured_output(scope: Scope, own: UnitRecords) -> Findings:
     """Every finished output matches its schema or expression, greedy ones are stock's, free ones do not match."""
     wrong, finished, total, kinds = list[str](), 0, 0, set[str]()
-    for name in ("asked", "sampled"):
-        for request, record in own.generations("optimized", name).items():
-            total += 1
-            if record.finish_reason != "stop":
-                continue
-            finished += 1
-            kinds |= record.sampling["structured"].keys()
-            complaint = mismatch(record.text or "", record.sampling["structured"])
-            if complaint:
-                wrong.append(f"{name}/{request}: {complaint}")
+    for request, record in own.generations("optimized", "asked").items():
+        total += 1
+        if record.finish_reason != "stop":
+            continue
+        finished += 1
+        kinds |= record.sampling["structured"].keys()
+        complaint = mismatch(record.text or "", record.sampling["structured"])
+        if complaint:
+            wrong.append(f"{request}: {complaint}")
     control = own.generations("stock", "control").values()
     by_chance = sum(not mismatch(r.text or "", s) for r in control for s in _constraints(own))
     vacuous = [f"{finished} of {total} outputs ended"] if finished < FINISHED * total or not total else []
