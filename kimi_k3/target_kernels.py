@@ -15,8 +15,11 @@ if TYPE_CHECKING:
 class Kernels:
     """Mixin of the target: :class:`fasttrack.target.KernelTarget`."""
 
-    def compile_kernels(self, arch: str) -> Iterator[CompiledKernel]:
-        """Every prepared variant. Raises :class:`UsageError` naming the first kernel that does not compile."""
+    def compile_kernels(self, arch: str, kinds: bool = False) -> Iterator[CompiledKernel]:
+        """Every prepared variant; ``kinds``: one of every kind of code, for a quick look.
+
+        Raises :class:`UsageError` naming the first kernel that does not compile.
+        """
         try:
             from kimi_k3.kernels.catalog import CompileError, variants
         except ModuleNotFoundError as error:
@@ -25,7 +28,7 @@ class Kernels:
             expected = "pip install 'fasttrack-kimi-k3[run]' on Linux"
             raise UsageError(f"compiling kernels needs {error.name}", where="kimi_k3", expected=expected) from None
         try:
-            for v in variants(arch):
+            for v in variants(arch, kinds=kinds):
                 yield CompiledKernel(v.name, v.arch, v.ptx, v.cubin, v.source, declared(v.contract))
         except CompileError as error:
             first, *rest = str(error).splitlines()

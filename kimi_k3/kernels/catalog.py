@@ -99,8 +99,5 @@ def contract_of(op: str, attention: str, tp: int, m: int) -> str:
     if op in PROJECTIONS:
         shape = shapes.shard(shapes.FULL, tp).projections()[PROJECTIONS[op][attention]]
         return (ROWS_CONTRACT if setting_for(shape, m).kind == "rows" else TILES_CONTRACT).kernel
-    return (
-        {"attn_res": attn_res.CONTRACT, "kda_core": kda_core.CONTRACT}[op].kernel
-        if op in ("attn_res", "kda_core")
-        else OTHER
-    )
+    served = {"attn_res": attn_res.CONTRACT, "kda_core": kda_core.CONTRACT}
+    return served[op].kernel if op in served else OTHER

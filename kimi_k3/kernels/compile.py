@@ -88,7 +88,7 @@ def default_cache() -> Path:
 
 
 def cache_key(module: str, case: str, arch: str) -> str:
-    """Changes with the kernel's source, the shared helpers, the case, the architecture and the compiler."""
+    """Changes with the kernel's source and its folder, the shared helpers, the case, the architecture, the compiler."""
     here = Path(__file__).parent
     h = hashlib.sha256()
     for name in (f"{module}.py", *_SHARED):
@@ -98,7 +98,7 @@ def cache_key(module: str, case: str, arch: str) -> str:
     helpers = sorted(here.glob(f"{module}_*.py"))
     for path in helpers:
         h.update(path.name.encode() + b"\0" + path.read_bytes())
-    h.update("|".join((case, arch, importlib.metadata.version("nvidia-cutlass-dsl"))).encode())
+    h.update("|".join((str(here), case, arch, importlib.metadata.version("nvidia-cutlass-dsl"))).encode())
     return h.hexdigest()[:24]
 
 
@@ -165,17 +165,14 @@ def cross_compile(module: str, case: str, arch: str, cache: Path) -> Compiled:
 
 
 def _compile(item: CompileCase, arch: str) -> tuple[str, bytes]:
+    """PTX and cubin. The DSL passes both through files named after the kernel's class, so that processes with a common
+    folder would read each other's code: every compilation gets its own."""
     import cutlass.cute as cute
 
-    before = os.getcwd()
     with tempfile.TemporaryDirectory() as work:
-        os.chdir(work)  # --keep-ptx also dumps into the working directory
-        try:
-            options = f"--gpu-arch {arch} --keep-ptx --keep-cubin"
-            code = cute.compile(item.fn, *item.args, options=options)
-            ptx, binary = code.__ptx__, code.__cubin__
-        finally:
-            os.chdir(before)
+        options = f"--gpu-arch {arch} --keep-ptx --keep-cubin --generate-line-info --dump-dir {work}"
+        code = cute.compile(item.fn, *item.args, options=options)
+        ptx, binary = code.__ptx__, code.__cubin__
     return (ptx if isinstance(ptx, str) else ptx.decode()), bytes(binary)
 
 
