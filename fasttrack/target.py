@@ -16,6 +16,18 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from fasttrack.errors import UsageError
 from fasttrack.records import CellKey, StepRecord
+from fasttrack.target_kernels import (  # noqa: F401  (one place to import the whole protocol from)
+    OTHER_LAUNCH,
+    CompiledKernel,
+    KernelBenchmark,
+    KernelBenchmarkTarget,
+    KernelContract,
+    KernelException,
+    KernelMeasurement,
+    KernelParameter,
+    KernelTarget,
+    KernelTiming,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -332,71 +344,6 @@ class Target(Protocol):
 
     def profile(self, engine: Engine) -> AbstractContextManager[None]:
         """A target may need to prepare an engine for profiling; most return ``contextlib.nullcontext()``."""
-        ...
-
-
-@dataclass(frozen=True)
-class KernelParameter:
-    """One kernel parameter in launch-argument order. ``role``: weight, activation, state, table, mailbox,
-    output, scratch or scalar. ``early``: may be read before the dependency wait, for ``reason``. ``buffer``: name of
-    the memory where kernels of one schedule share it; default: the parameter's name. ``fields``: members of a struct
-    passed by value that differ from it, each at its byte ``offset``."""
-
-    name: str
-    role: str
-    early: bool = False
-    reason: str = ""
-    buffer: str = ""
-    offset: int = 0
-    fields: tuple[KernelParameter, ...] = ()
-
-
-@dataclass(frozen=True)
-class KernelException:
-    """An accepted finding: audit ``rule`` on ``parameter``, for ``reason``. Unused ones are findings."""
-
-    rule: str
-    parameter: str
-    reason: str
-
-
-@dataclass(frozen=True)
-class KernelContract:
-    kernel: str  #: prefix of the symbol name
-    parameters: tuple[KernelParameter, ...]
-    pdl: bool = True
-    wait: str = "first"  #: first, late, none
-    trigger: str = "after_wait"  #: entry, after_wait, end, none
-    exceptions: tuple[KernelException, ...] = ()
-
-
-@dataclass(frozen=True)
-class CompiledKernel:
-    """One kernel variant compiled for one architecture, without a GPU."""
-
-    name: str  #: file stem and variant, e.g. "stream_projection/in_proj-tp8-m8"
-    arch: str  #: "sm_90a", "sm_100a", "sm_103a"
-    ptx: str
-    cubin: bytes
-    source: str  #: path of the kernel file
-    contract: KernelContract | None
-
-
-#: In a schedule: a launch that is not audited, made in full stream order (without programmatic dependent launch).
-OTHER_LAUNCH = "*"
-
-
-@runtime_checkable
-class KernelTarget(Protocol):
-    """What a target with GPU kernels offers to the synchronisation audit besides :class:`Target`."""
-
-    def compile_kernels(self, arch: str) -> Iterable[CompiledKernel]:
-        """Every prepared variant of every kernel, compiled for ``arch`` on a machine that may have no GPU."""
-        ...
-
-    def schedules(self) -> Mapping[str, Sequence[str]]:
-        """Launch order of one layer per schedule name: contract kernel prefixes on the main stream, and
-        :data:`OTHER_LAUNCH` for what lies between them."""
         ...
 
 

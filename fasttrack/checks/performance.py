@@ -6,7 +6,8 @@ import time
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 
-from fasttrack.checks.base import Context, Unit, deployment_of, evidence
+from fasttrack.checks import kernel_times
+from fasttrack.checks.base import Context, Unit, cells_of, deployment_of, evidence
 from fasttrack.checks.schedule import together
 from fasttrack.manifest.model import Context as Bucket
 from fasttrack.records import CellKey, PerformanceRecord
@@ -15,6 +16,7 @@ from fasttrack.target import Completion, DeploymentRefused, Engine, EngineInfo, 
 if TYPE_CHECKING:
     from fasttrack.manifest.model import Manifest
 
+KERNELS = "performance.kernels"
 CLOCK = "harness time.perf_counter, read after each step"
 ENGINE_CLOCK = "engine, one reading per emitted token"
 #: Arm order of a measurement; counterbalanced, so that a drift of the machine favours neither arm.
@@ -26,7 +28,16 @@ class PerformanceCheck:
 
     def units(self, manifest: Manifest, tier: str) -> list[Unit]:
         knobs = manifest.tier(tier)
+        gates = {*manifest.gates.required, *manifest.gates.optional}
         units = []
+        if KERNELS in gates:
+            sizes = list(dict.fromkeys(cell.tp for cell in cells_of(manifest, tier)))
+            units = [
+                Unit(f"performance/kernels/tp{tp}", self.name, None, ("optimized",), 120.0, {"tp": tp, "first": not i})
+                for i, tp in enumerate(sizes)
+            ]
+        if not any(gate.startswith("performance.") and gate != KERNELS for gate in gates):
+            return units
         for cell in manifest.cells(tier):
             name = f"performance/named/{cell.name}" if cell.named else f"performance/{cell.key}"
             steps = knobs.performance_tokens
@@ -41,6 +52,9 @@ class PerformanceCheck:
         return units
 
     def run(self, unit: Unit, ctx: Context) -> None:
+        if unit.name.startswith("performance/kernels/"):
+            kernel_times.run(unit, ctx)
+            return
         cell = unit.cell
         assert cell is not None
         named = next((c for c in ctx.scope.manifest.named_cells if c.name == unit.params.get("named")), None)

@@ -12,6 +12,7 @@ from fasttrack.gates.evals_tasks import task_scores
 from fasttrack.gates.evals_text import acceptance, free_running
 from fasttrack.gates.features import FEATURE_GATES
 from fasttrack.gates.isolation import a_a, off_is_off, probes, refusals, scope_coverage
+from fasttrack.gates.kernels import kernels
 from fasttrack.gates.named_cells import named_cells
 from fasttrack.gates.numerics import error, poison
 from fasttrack.gates.performance import accounting, speedup
@@ -35,6 +36,7 @@ GATES: dict[str, Gate] = {
     "evals.task_scores": task_scores,
     "performance.accounting": accounting,
     "performance.named_cells": named_cells,
+    "performance.kernels": kernels,
     "performance.speedup": speedup,
 }
 

@@ -81,8 +81,11 @@ def speedup(scope: Scope, records: Sequence[Any]) -> GateResult:
         return GateResult(gate=name, verdict="not_run", reason="No performance was recorded.")
     if "emulated" in kinds:
         return GateResult(gate=name, verdict="not_run", reason="Emulated evidence says nothing about speed.")
-    metric = "kernel_time" if "shard" in kinds else "decode_throughput"
-    own = [r for r in found if r.metric == metric and r.per in ("aggregate", "launch")]
+    if kinds <= {"shard"}:
+        reason = "One rank's kernels say nothing about a step: performance.kernels reports them."
+        return GateResult(gate=name, verdict="not_run", reason=reason)
+    metric = "decode_throughput"
+    own = [r for r in found if r.metric == metric and r.per == "aggregate"]
     margin = scope.manifest.margins.speedup
     ratios, refused, slow, unsure = dict[str, list[float]](), list[str](), list[str](), list[str]()
     for unit, group in group_by(own, lambda r: r.unit).items():
@@ -94,7 +97,7 @@ def speedup(scope: Scope, records: Sequence[Any]) -> GateResult:
             refused.append(f"{cell}: {factor}")
             continue
         pairs = zip(stock, fast, strict=True)
-        ratios[cell] = [a.value / b.value if metric == "kernel_time" else b.value / a.value for a, b in pairs]
+        ratios[cell] = [b.value / a.value for a, b in pairs]
         if max(ratios[cell]) < margin:
             slow.append(f"{cell} {max(ratios[cell]):.3g}x")
         elif min(ratios[cell]) < margin or len(ratios[cell]) < 2:

@@ -198,6 +198,7 @@ class Margins(_Strict):
     acceptance_points: float = Field(default=2.0, ge=0)  #: drop of the acceptance rate at any draft position
     task_points: dict[str, float] = {}  #: task -> largest acceptable drop in points of 100
     speedup: float = Field(default=1.0, ge=0)  #: smallest acceptable ratio of decode throughput
+    kernel_goals: float | None = Field(default=None, ge=0, le=1)  #: share of kernel goals that must be met; none: any
     logprobs: float = Field(default=1e-9, ge=0)  #: nats between the arms' log-probabilities under feature_options
     sampling: float = Field(default=0.15, gt=0, le=1)  #: total variation between sampled distributions to be seen
 

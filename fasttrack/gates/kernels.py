@@ -1,0 +1,92 @@
+"""Goals beside results: how near each kernel comes to its read floor, and to a library's kernel of the same product."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from fasttrack.gates.base import GateResult, Number, Scope, select, some
+from fasttrack.records import PerformanceRecord
+
+
+def kernels(scope: Scope, records: Sequence[Any]) -> GateResult:
+    """Every kernel of the claimed shards was timed; missed goals are listed, and count where the manifest says so.
+
+    A goal is a fraction of the read floor of the same run, at least, or a time, at most.
+    """
+    name = "performance.kernels"
+    found = [r for r in select(records, PerformanceRecord) if r.metric == "kernel_time"]
+    own = {str(r.details["kernel"]): r for r in found if r.arm == "optimized"}
+    library = {str(r.details["kernel"]): r for r in found if r.arm == "stock"}
+    if not own:
+        return GateResult(gate=name, verdict="not_run", reason="No kernel was timed.")
+    kinds = {r.evidence.kind for r in found}
+    if not kinds <= {"shard", "measured"}:
+        reason = f"Kernel times are stamped {some(kinds)}: they say nothing about the hardware."
+        return GateResult(gate=name, verdict="not_run", reason=reason)
+    missed, numbers, goals = list[str](), list[Number](), 0
+    for kernel, record in own.items():
+        goal = _goal(record)
+        if goal:
+            goals += 1
+            if not _met(record):
+                missed.append(kernel)
+        numbers.append(_number(kernel, record, library.get(kernel), goal))
+    beaten = [k for k, r in library.items() if k in own and own[k].value <= r.value]
+    required = scope.manifest.margins.kernel_goals
+    limit = f">= {required:.0%} of the goals" if required is not None else "reported only"
+    numbers = [
+        Number("goals met", goals - len(missed), f"of {goals}", limit),
+        Number(
+            "kernels at least as fast as the library's", len(beaten), f"of {len(library)} compared", "reported only"
+        ),
+        *numbers,
+    ]
+    broken = [k for k, r in own.items() if not r.value > 0 or r.samples < 1]
+    if broken:
+        return GateResult(gate=name, verdict="fail", reason=f"No time: {some(broken)}.", numbers=numbers)
+    untimed = _untimed(scope, own.values())
+    if untimed:
+        reason = f"Not timed: {some(untimed)}."
+        return GateResult(gate=name, verdict="inconclusive", reason=reason, numbers=numbers)
+    listed = f"; missed: {some(missed, most=12)}" if missed else ""
+    reason = f"{goals - len(missed)} of {goals} goals met{listed}."
+    failed = required is not None and goals - len(missed) < required * goals
+    return GateResult(gate=name, verdict="fail" if failed else "pass", reason=reason, numbers=numbers)
+
+
+def _goal(record: PerformanceRecord) -> str:
+    fraction, seconds = record.details.get("goal_fraction"), record.details.get("goal_s")
+    parts = [f">= {fraction:.0%} of the floor"] if fraction is not None else []
+    parts += [f"<= {1e6 * seconds:.3g} us"] if seconds is not None else []
+    return " and ".join(parts)
+
+
+def _fraction(record: PerformanceRecord) -> float:
+    """Part of the read floor's speed that was reached."""
+    return float(record.details["floor_s"]) / record.value if record.value > 0 else 0.0
+
+
+def _met(record: PerformanceRecord) -> bool:
+    fraction, seconds = record.details.get("goal_fraction"), record.details.get("goal_s")
+    return (fraction is None or _fraction(record) >= fraction) and (seconds is None or record.value <= seconds)
+
+
+def _number(kernel: str, record: PerformanceRecord, library: PerformanceRecord | None, goal: str) -> Number:
+    spread = f"{1e6 * record.details['p10_s']:.2f} to {1e6 * record.details['p90_s']:.2f}"
+    text = f"us, 10th to 90th percentile {spread}, {_fraction(record):.1%} of the floor, {record.samples} replays"
+    if library is not None:
+        text += f", {library.details['measured']} {1e6 * library.value:.2f}"
+    return Number(kernel, round(1e6 * record.value, 3), text, goal)
+
+
+def _untimed(scope: Scope, timed: Any) -> list[str]:
+    """Claimed (TP, rows) at which an op that was timed elsewhere was not."""
+    seen = {(r.details["op"], r.details["tp"], r.details["rows"]) for r in timed}
+    missing = []
+    for op, everywhere in sorted({(op, tp == 0) for op, tp, _ in seen}):
+        for cell in scope.cells():
+            tp = 0 if everywhere else cell.tp
+            if (op, tp, cell.rows) not in seen:
+                missing.append(f"{op} at {cell.rows} rows" + (f", TP {tp}" if tp else ""))
+    return list(dict.fromkeys(missing))
