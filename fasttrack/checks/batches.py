@@ -9,8 +9,8 @@ from fasttrack.records import CellKey
 Sizes = Mapping[CellKey, Sequence[int]]  #: deployment (a cell of one request) -> claimed requests
 MOST_FORCED = 8  #: requests of a teacher-forced batch: few, so that what differs is not the neighbours
 #: Tokens per sequence of the batch with the most requests: it is there for its schedule, not for its numbers.
-CROWD_TOKENS = 8
-MOST_BATCHES = 8  #: per deployment, besides one of every claimed size
+CROWD_TOKENS = 4
+MOST_BATCHES = 6  #: per deployment, besides one of every claimed size
 
 
 def forced(deployments: Sizes, sequences: int, tokens: int) -> dict[CellKey, list[dict[str, int]]]:

@@ -12,6 +12,8 @@ from fasttrack.records import CellKey, FidelityRecord, NotMeasuredRecord, Routin
 
 #: A KL divergence below this, per position, is rounding of the FP64 sum itself, in nats.
 KL_FLOOR = 1e-15
+#: One choice in so many may fall the other way by rounding alone, even where stock happened to have none.
+TIES = 1 / 500
 Pairs = list[tuple[Any, Any]]
 
 
@@ -65,7 +67,10 @@ def fidelity(scope: Scope, records: Sequence[Any]) -> GateResult:
 
 
 def routing(scope: Scope, records: Sequence[Any]) -> GateResult:
-    """Sets of experts unlike the oracle's: at most (1 + m) times as often as in stock, per step kind and bucket."""
+    """Sets of experts unlike the oracle's: at most (1 + m) times as often as in stock, per step kind and bucket.
+
+    A rate below :data:`TIES`, with its own 95 % bound, passes whatever stock's is, and is no breach.
+    """
     name = "evals.routing"
     found = select(records, RoutingRecord)
     if not found:
@@ -85,8 +90,10 @@ def routing(scope: Scope, records: Sequence[Any]) -> GateResult:
             differ = [a.sets_differ for a, _ in part], [b.sets_differ for _, b in part]
             seen = ratio_of_totals(*differ, limit, ([a.choices for a, _ in part], [b.choices for _, b in part]))
             choices = sum(b.choices for _, b in part)
+            few, p_few = _rare(sum(differ[1]), choices)
             text = f"{where}: {sum(differ[1])} of {choices} sets of experts unlike the oracle's, stock {sum(differ[0])}"
-            primaries.append(Primary(seen.inside or not judged, None if judged else seen.p, text))
+            inside, p = seen.inside or few or not judged, None if judged else max(seen.p, p_few)
+            primaries.append(Primary(inside, p, text))
             if judged:
                 worst = _worst_layer([b for _, b in part])
                 unit = f"of {choices} choices, stock {sum(differ[0])}, ratio's 95 % upper bound {seen.upper:.4g}{worst}"
@@ -97,6 +104,14 @@ def routing(scope: Scope, records: Sequence[Any]) -> GateResult:
     passed = f"Experts differ from the oracle's at most {limit:.3g} times as often as in stock"
     failed = "Other experts than stock chooses"
     return conclude(name, primaries, numbers=numbers, passed=passed, failed=failed, unsure=unsure)
+
+
+def _rare(events: int, choices: int) -> tuple[bool, float]:
+    """Whether the rate's 95 % bound is below :data:`TIES`, and the p-value of its being above."""
+    from scipy.stats import chi2, poisson
+
+    upper = float(chi2.ppf(0.95, 2 * (events + 1))) / 2
+    return upper <= TIES * choices, float(poisson.sf(events - 1, TIES * choices))
 
 
 def paired(records: Sequence[Any]) -> tuple[Pairs, int]:
@@ -148,7 +163,8 @@ def _broken(where: str, pairs: Pairs, slack: float) -> list[str]:
     """
     nonfinite = sum(b.nonfinite for _, b in pairs) - sum(a.nonfinite for a, _ in pairs)
     texts = [f"{where}: {nonfinite} non-finite log-probabilities"] if nonfinite > 0 else []
-    largest = [a.largest_error for a, _ in pairs if a.largest_error is not None]
+    # Where hardly anything rounds, one tie that fell the other way is larger than all other errors.
+    largest = [a.largest_error for a, _ in pairs if a.largest_error is not None and not a.exact]
     widest = max(b.largest_flip for _, b in pairs)
     if largest and widest > 2 * slack * max(largest):
         texts.append(

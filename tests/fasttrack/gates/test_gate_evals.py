@@ -201,6 +201,7 @@ def choices(stock, optimized, n=16, exact=False, cell=CELL):
         (choices(20, 40), "fail", "640 of 1600"),
         (choices(0, 0, exact=True), "pass", "1.25"),
         (choices(0, 1, exact=True), "fail", "16 of 1600"),
+        (choices(0, lambda i: int(i == 0), n=40, exact=True), "pass", "1.25"),
         (choices(0, lambda i: int(i == 0), exact=True), "inconclusive", "1 of 1600"),
         (choices(lambda i: i % 7, lambda i: (i + 3) % 7, n=6), "inconclusive", "unlike the oracle's"),
         (choices(20, 20)[:-1], "inconclusive", "one arm only"),
