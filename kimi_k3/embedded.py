@@ -128,7 +128,7 @@ def build(deployment: Deployment) -> Built:
     else:
         _refuse_unimplemented(options)
     rejection = _rejection(deployment, options)
-    model = _model(checkpoint, options["precision"], deployment.tp, options["device"])
+    model = _model(checkpoint, deployment.tp, options)
     drafter, about = _drafter(deployment, options, model)
     grammars = Grammars(codec, config.vocab_size, config.eos_token_id)
     engine = EmbeddedEngine(model, codec, engine_options, drafter=drafter, rejection=rejection, grammar=grammars)
@@ -223,19 +223,32 @@ def _refuse_unsupported(
 def _refuse_unimplemented(options: Mapping[str, Any]) -> None:
     """The stock path of this engine has none of these features either; running without them would be a lie."""
     for name, (_, accepted) in DEPLOYMENT_OPTIONS.items():
-        if options[name] != accepted and name != "enforce_eager":  # the reference is always eager
+        # The reference is always eager, and knows both state schemes.
+        if options[name] != accepted and name not in ("enforce_eager", "state_scheme"):
             where = f"engine.options.{name}"
             raise OptionError(
                 f"{options[name]!r} is not available in the embedded engine", where=where, expected=repr(accepted)
             )
 
 
-def _model(checkpoint: Checkpoint, precision: str, tp: int, device: str) -> Model:
-    from kimi_k3.reference.model import Model
+def _model(checkpoint: Checkpoint, tp: int, options: Mapping[str, Any]) -> Model:
+    from kimi_k3.reference.model import STATE_SCHEMES, Model
     from kimi_k3.reference.precision import PRECISIONS
 
+    scheme = options["state_scheme"]
+    if scheme not in STATE_SCHEMES:
+        where = "engine.options.state_scheme"
+        raise OptionError(f"unknown scheme {scheme!r}", where=where, expected=", ".join(STATE_SCHEMES))
+    precision = PRECISIONS[options["precision"]]
     try:
-        return Model(checkpoint.config, checkpoint.weights, PRECISIONS[precision], tp=tp, device=device)
+        return Model(
+            checkpoint.config,
+            checkpoint.weights,
+            precision,
+            tp=tp,
+            device=options["device"],
+            state_scheme=scheme,
+        )
     except ValueError as error:
         raise OptionError(str(error), where="tp", expected="a number of ranks that divides heads and widths") from None
 

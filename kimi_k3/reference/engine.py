@@ -55,6 +55,10 @@ class LanguageModel(Protocol):
         """[rows, H] -> [rows, vocab]."""
         ...
 
+    def commit(self, accepted: Tensor, caches: Caches) -> None:
+        """After each step of a model whose ``state_scheme`` is "recover": how many rows [B] of each request stand."""
+        ...
+
 
 class StepExecutor(Protocol):
     """The specialised path: ``plan`` accepts a step, or returns an object whose ``reason`` names why not."""
@@ -92,6 +96,8 @@ class EmbeddedEngine:
             )
         self.model, self.codec, self.options = model, codec, options
         self.drafter, self.rejection, self.grammar = drafter, rejection or Rejection(), grammar
+        #: RecoverSSM: verify steps leave the state alone, and what stands is folded into it afterwards.
+        self.recover = getattr(model, "state_scheme", "native") == "recover"
         self._ledger: list[StepEntry] = []
         self._submitted = 0
         self._new_scheduler()
@@ -259,12 +265,17 @@ class EmbeddedEngine:
         logits, taps, reason = self._forward(step, batch, f"{STEP_RANGE}/{run}/{index}")
         did = self.executor.last_step if self.executor is not None and reason is None else None
         entry = step_entry(step, batch, self.options, did, reason, run, index)
+        if self.recover:
+            entry.slots = [r.state.slots[0] for r in step.requests]
         config = self.model.config
         chosen = choose(sampled, logits, config.vocab_size, config.eos_token_id, self.rejection)
         entry.accepted = [len(tokens) - 1 for r, tokens in zip(sampled, chosen, strict=True) if r.drafts]
+        stood = {id(r): len(tokens) for r, tokens in zip(sampled, chosen, strict=True)}
+        kept = [r.rows if r.prefill else stood[id(r)] for r in step.requests]
+        if self.recover:
+            self.model.commit(torch.tensor(kept, device=self.model.device), self.caches)
         if self.drafter is not None:
-            kept = {id(r): len(tokens) for r, tokens in zip(sampled, chosen, strict=True)}
-            self.drafter.observe(batch, taps, [r.rows if r.prefill else kept[id(r)] for r in step.requests])
+            self.drafter.observe(batch, taps, kept)
         emitted = self._advance(step, sampled, chosen, logits)
         if self.drafter is not None:
             self._draft(self.drafter)
@@ -306,7 +317,7 @@ class EmbeddedEngine:
         for r, tokens in zip(sampled, chosen, strict=True):
             if not r.prefill:
                 r.state.computed += len(tokens)
-                r.state.accepted = len(tokens)
+                r.state.accepted = 1 if self.recover else len(tokens)
             kept = emit(r.state, tokens, None if logprobs is None else logprobs[first:], self.codec, eos)
             if r.state.finish_reason is not None:
                 self.scheduler.finish(r.state)

@@ -120,7 +120,8 @@ def verify_drafts(
     """
     count = _usable(drafts)
     best = target.argmax(-1).tolist()
-    u = _uniforms(seed, position, len(drafts)) if drafts else []
+    chance = rejection.method == "synthetic" or not greedy
+    u = _uniforms(seed, position, len(drafts)) if drafts and chance else []
     if rejection.method == "synthetic":
         if len(drafts) > len(rejection.rates):
             raise ValueError(f"{len(drafts)} drafts, but acceptance rates for {len(rejection.rates)}")

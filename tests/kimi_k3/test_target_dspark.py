@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from fasttrack.errors import UsageError
-from fasttrack.target import Completion, EngineSpec, Request, Sampling
+from fasttrack.target import Completion, DeploymentRefused, EngineSpec, Request, Sampling
 from kimi_k3 import names
 from kimi_k3.target import TARGET
 
@@ -174,6 +174,31 @@ def test_steps_without_any_drafts_continue_from_the_accepted_state(arm: str) -> 
     engine.engine.drafter.propose = Irregular(engine.engine.drafter.propose)
     assert ids(engine.generate(requests(), run="x")) == plain()
     assert {s.kind for s in engine.drain_ledger()} == {"prefill", "verify", "decode"}
+
+
+def test_recovered_states_give_the_same_tokens_and_the_specialised_path_refuses_them() -> None:
+    """One slot per request, advanced only by what stood; drafts are made right by the known continuation."""
+    engine = build("stock", 7, drafter="random", state_scheme="recover")
+    inner, known = engine.engine, dict(zip(("r0", "r1", "r2"), plain(), strict=True))
+    propose, calls = inner.drafter.propose, [0]
+
+    def replay(states: Any) -> Any:
+        found = propose(states)
+        for state, draft in zip(states, found, strict=True):
+            good = known[state.request.id][state.emitted : state.emitted + calls[0] % 8]
+            draft.tokens[: len(good)] = good
+            calls[0] += 1
+        return found
+
+    inner.drafter.propose = replay
+    assert ids(engine.generate(requests(), run="x")) == plain()
+    steps = [s for s in engine.drain_ledger() if s.kind == "verify"]
+    assert len({n for s in steps for n in s.accepted}) > 3
+    assert all(len(s.slots) == s.requests for s in steps)
+    with pytest.raises(DeploymentRefused, match="state_scheme"):
+        build("optimized", 7, state_scheme="recover")
+    with pytest.raises(UsageError, match="needs the native state slots"):
+        build("stock", 7, state_scheme="recover")
 
 
 @pytest.mark.parametrize(
