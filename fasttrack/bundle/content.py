@@ -81,6 +81,11 @@ class Run:
     environment: dict[str, Any]
     journal: Journal
 
+    @property
+    def unfinished(self) -> list[str]:
+        """Planned units without a finished attempt."""
+        return self.journal.unfinished(self.info.units)
+
 
 @dataclass
 class Records:

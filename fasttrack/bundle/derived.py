@@ -34,5 +34,5 @@ def derived_files(
         BINDING: binding.to_bytes(),
         FIGURE: render_figure(scope, records).encode("utf-8"),
         REPORT: render(scope, run, records, results, binding).encode("utf-8"),
-        STATEMENT: statement(scope, results, binding, records, files),
+        STATEMENT: statement(scope, results, binding, records, files, run.unfinished),
     }

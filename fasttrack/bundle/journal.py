@@ -64,6 +64,11 @@ class Journal:
     def failed_attempts(self) -> list[Attempt]:
         return [attempt for attempt in self.attempts() if attempt.state != "finished"]
 
+    def unfinished(self, plan: Sequence[str]) -> list[str]:
+        """Planned units without a finished attempt, failed ones among them: no such run can pass."""
+        done = self.finished()
+        return [unit for unit in plan if unit not in done]
+
     def open_units(self, plan: Sequence[str]) -> list[str]:
         """Planned units that neither finished nor failed: the run is not over."""
         ended = {event.unit for event in self.events if event.event in ("finished", "failed")}

@@ -72,7 +72,7 @@ def _contents(run_dir: Path, pr: int, repo: str | None, head: str | None) -> tup
     records = load_records(files, files.__getitem__, run.journal)
     for problem in (*records.problems, *records.census.problems(run.journal)):
         raise BundleError(problem)
-    found, verdict = evaluate_all(scope, records.records)
+    found, verdict = evaluate_all(scope, records.records, run.unfinished)
     files.setdefault(GATES, gates_document(found, verdict))  # a run whose last unit failed wrote none
     results, stated = parse_gates(files[GATES])
     for problem in verdict_problems(results, stated, found, verdict):

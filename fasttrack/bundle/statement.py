@@ -28,16 +28,18 @@ def statement(
     binding: Binding,
     records: Iterable[Any],
     files: Mapping[str, bytes],
+    unfinished: Sequence[str] = (),
 ) -> bytes:
     """The statement's bytes. ``files`` holds at least the manifest and ``run.json``, the test configuration.
 
     ``result``: PASSED when every gate passed, WARNED when only optional gates did not, FAILED otherwise; missing
     evidence for a required gate is FAILED, since a policy must not let it through. ``failedTests`` are required
-    gates that did not pass, ``warnedTests`` optional ones.
+    gates that did not pass, ``warnedTests`` optional ones; a planned unit that did not finish is a failed test.
     """
     required = set(scope.manifest.gates.required)
     passed = [r.gate for r in results if r.verdict == "pass"]
     failed = [r.gate for r in results if r.verdict != "pass" and r.gate in required]
+    failed += [f"unit {name} did not finish" for name in unfinished]
     warned = [r.gate for r in results if r.verdict != "pass" and r.gate not in required]
     predicate: dict[str, Any] = {
         "result": "FAILED" if failed or not required else ("WARNED" if warned else "PASSED"),

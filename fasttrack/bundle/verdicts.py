@@ -45,13 +45,16 @@ def scope_of(run: Run) -> Scope:
     return Scope(run.manifest, run.info.tier, description)
 
 
-def evaluate_all(scope: Scope, records: Sequence[Any]) -> tuple[list[GateResult], str]:
-    """Every verdict and the overall one, from raw records. Hostile records end in :class:`BundleError`, not a crash."""
+def evaluate_all(scope: Scope, records: Sequence[Any], unfinished: Sequence[str] = ()) -> tuple[list[GateResult], str]:
+    """Every verdict and the overall one, from raw records and the planned units that did not finish.
+
+    Hostile records end in :class:`BundleError`, not a crash.
+    """
     from fasttrack.gates import evaluate, overall
 
     try:
         results = evaluate(scope, records)
-        return results, overall(scope, results)
+        return results, overall(scope, results, unfinished)
     except Exception as error:  # a gate that cannot cope with the records has not passed
         name = type(error).__name__
         raise BundleError(f"{GATES}: cannot be recomputed ({name}: {printable(str(error))})") from None

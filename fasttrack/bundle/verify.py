@@ -57,6 +57,7 @@ class Verification:
     binding: Binding | None = None
     name: str = ""
     tier: str = ""
+    unfinished: list[str] = field(default_factory=list)  #: planned units without a finished attempt
     judged_by: str = ""  #: version and commit of the fasttrack that ran and judged, as the bundle states them
 
     @property
@@ -137,6 +138,7 @@ def _check_meaning(found: Verification, contents: Mapping[str, bytes], present: 
     if run is None:
         return
     found.name, found.tier, found.judged_by = run.manifest.name, run.info.tier, _judged_by(run)
+    found.unfinished = run.unfinished
     _check_seeds(found, run)
     found.problems += plan_problems(run.journal, run.info.units)
     records = load_records(contents, contents.__getitem__, run.journal)
@@ -183,7 +185,7 @@ def _check_seeds(found: Verification, run: Run) -> None:
 def _check_verdicts(
     found: Verification, scope: Scope, run: Run, records: Records, contents: Mapping[str, bytes]
 ) -> None:
-    outcome = _try(found, lambda: evaluate_all(scope, records.records))
+    outcome = _try(found, lambda: evaluate_all(scope, records.records, found.unfinished))
     stated = _try(found, lambda: parse_gates(contents[GATES])) if GATES in contents else None
     if outcome is None:
         return

@@ -39,6 +39,7 @@ def verify(
             "verdict": found.verdict,
             "name": found.name or None,
             "tier": found.tier or None,
+            "unfinished": found.unfinished,
             "binding": found.binding.state if found.binding else None,
             "problems": found.problems,
             "gates": [json.loads(result.model_dump_json()) for result in found.results],
@@ -51,6 +52,8 @@ def verify(
         say_table(["gate", "verdict", "recomputed from raw records"], rows, colour_column=1)
     if found.binding is not None:
         say(f"about    {found.binding.sentence}")
+    for unit in found.unfinished:
+        say(f"missing  unit {unit} did not finish: the run cannot pass")
     for problem in found.problems[:MAX_PROBLEMS]:
         say(f"problem  {problem}")
     if len(found.problems) > MAX_PROBLEMS:

@@ -57,13 +57,17 @@ def evaluate(scope: Scope, records: Sequence[Any]) -> list[GateResult]:
     return [GATES[name](scope, records) for name in selected]
 
 
-def overall(scope: Scope, results: Sequence[GateResult]) -> Overall:
-    """``pass`` iff every required gate passed; any required failure wins over missing evidence."""
+def overall(scope: Scope, results: Sequence[GateResult], unfinished: Sequence[str] = ()) -> Overall:
+    """``pass`` iff every required gate passed and every planned unit finished; any required failure wins.
+
+    ``unfinished`` names the planned units without a finished attempt: what they would have found is unknown.
+    """
     verdicts = {result.gate: result.verdict for result in results}
     required = [verdicts.get(name, "not_run") for name in scope.manifest.gates.required]
     if "fail" in required:
         return "fail"
-    return "pass" if required and all(v == "pass" for v in required) else "inconclusive"
+    passed = bool(required) and all(v == "pass" for v in required)
+    return "pass" if passed and not unfinished else "inconclusive"
 
 
 __all__ = ["GATES", "Gate", "GateResult", "Number", "Overall", "Scope", "Verdict", "check_names", "evaluate", "overall"]

@@ -64,7 +64,7 @@ def render(
         run=run,
         target=scope.description,
         switch=f"{code(scope.description.switch)} = {code(scope.description.on)}",
-        sentence=verdict_sentence(scope, results, stamps, binding),
+        sentence=verdict_sentence(scope, results, stamps, binding, run.unfinished),
         bound=binding.sentence if binding else "nothing yet: not sealed",
         command=command_line(run),
         gates=gate_rows(scope, results),
@@ -90,7 +90,11 @@ def render_figure(scope: Scope, records: Sequence[Any]) -> str:
 
 
 def verdict_sentence(
-    scope: Scope, results: Sequence[GateResult], stamps: Sequence[tuple[str, str, int, str]], binding: Binding | None
+    scope: Scope,
+    results: Sequence[GateResult],
+    stamps: Sequence[tuple[str, str, int, str]],
+    binding: Binding | None,
+    unfinished: Sequence[str] = (),
 ) -> str:
     """The report's first line: verdict, what it rests on, and what it does not say."""
     from fasttrack.gates import overall
@@ -102,10 +106,12 @@ def verdict_sentence(
     optional = [name for name in scope.manifest.gates.optional if verdicts.get(name) != "pass"]
     kinds = listing(sorted({stamp for stamp, _, _, _ in stamps if stamp != "published"})) or "no"
     about = [f"{scope.tier} tier", f"{kinds} evidence", *([binding.state] if binding else [])]
-    text = f"**{_WORDS[overall(scope, results)]}** ({', '.join(cell(part) for part in about)}): "
+    text = f"**{_WORDS[overall(scope, results, unfinished)]}** ({', '.join(cell(part) for part in about)}): "
     text += f"{len(passed)} of {count(len(required), 'required gate')} passed"
     if missed:
         text += "; " + ", ".join(f"{cell(name)} {verdicts.get(name, 'not_run')}" for name in missed)
+    if unfinished:
+        text += "; " + listing((f"unit {cell(name)} did not finish" for name in unfinished), 3)
     text += "."
     if optional:
         named = ", ".join(f"{cell(name)} {verdicts.get(name, 'not_run')}" for name in optional)

@@ -167,6 +167,29 @@ def test_a_failed_last_unit_is_not_a_pass(tmp_path: Path):
     assert (found.problems, found.verdict) == ([], "inconclusive")
 
 
+def test_a_failed_unit_no_required_gate_reads_is_not_a_pass_either(tmp_path: Path):
+    """Whatever the crashed unit would have found is unknown, so the gates that did pass do not make a pass."""
+
+    def history(events):
+        return [e if (e["unit"], e["event"]) != ("performance/r1", "finished") else event("failed", "performance/r1")
+                for e in events]  # fmt: skip
+
+    bundle = seal(write_run(tmp_path / "run", edit_journal=history, gates=False), tmp_path / "b", pr=7)
+    found = verify(bundle)
+    assert {r.verdict for r in found.results if r.gate != "performance.speedup"} == {"pass"}
+    assert (found.problems, found.verdict, found.unfinished) == ([], "inconclusive", ["performance/r1"])
+    assert (found.exit_code(), found.exit_code("pass")) == (0, 1)
+    first = (bundle / "report.md").read_text().splitlines()[0]
+    assert first.startswith("**NOT ENOUGH EVIDENCE**")
+    assert "unit performance/r1 did not finish" in first
+    predicate = json.loads((bundle / "statement.json").read_bytes())["predicate"]
+    assert (predicate["result"], predicate["failedTests"]) == ("FAILED", ["unit performance/r1 did not finish"])
+    gates = json.loads((bundle / "gates.json").read_bytes())
+    write_json(bundle / "gates.json", {**gates, "verdict": "pass"})
+    wrong = verify(bundle).problems
+    assert any("'pass' does not follow: records give 'inconclusive'" in line for line in wrong)
+
+
 def test_gates_that_do_not_follow_are_not_sealed(run: Path, tmp_path: Path):
     gates = json.loads((run / "gates.json").read_bytes())
     gates["gates"][0]["verdict"] = "fail"
