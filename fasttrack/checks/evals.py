@@ -16,7 +16,7 @@ from fasttrack.tasks.sources import scan
 if TYPE_CHECKING:
     from fasttrack.manifest.model import Manifest
 
-EXACT_SEQUENCES, EXACT_TOKENS = 3, 8  #: per deployment; where hardly anything rounds, a fault shows at once
+EXACT_SEQUENCES, EXACT_TOKENS = 8, 8  #: per deployment; where hardly anything rounds, a fault shows at once
 STEP_S = 0.015  #: planning figure: one engine step of a tiny model on a CPU
 
 
