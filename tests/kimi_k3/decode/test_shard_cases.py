@@ -35,11 +35,11 @@ def judge(case: OpCase, family: str, provider: str = "torch") -> tuple[float, in
     return max(ratios), bound.untouched(inputs, first) + bound.untouched(inputs, second), same
 
 
-def good(case: OpCase, family: str) -> None:
-    worst, changed, same = judge(case, family)
-    assert worst <= 1, case.name
-    assert changed == 0, case.name
-    assert same, case.name
+def good(case: OpCase, family: str, provider: str = "torch") -> None:
+    worst, changed, same = judge(case, family, provider)
+    assert worst <= 1, (case.name, family)
+    assert changed == 0, (case.name, family)
+    assert same, (case.name, family)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
