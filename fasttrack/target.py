@@ -199,7 +199,10 @@ class ChatEngine(Protocol):
     """What an engine with a chat template offers besides :class:`Engine`."""
 
     def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
-        """Token ids of a conversation (role and content per turn), ready for the assistant's next turn."""
+        """Token ids of a conversation (role and content per turn), ready for the assistant's next turn.
+
+        :class:`fasttrack.errors.EvidenceError` where this checkpoint or server has no chat template after all.
+        """
         ...
 
 

@@ -12,6 +12,7 @@ from typing import Any
 
 from lm_eval.api.model import LM
 
+from fasttrack.errors import EvidenceError
 from fasttrack.target import ChatEngine, Completion, Engine, Request, Sampling
 from fasttrack.tasks.text import THINK_MARKS
 
@@ -23,7 +24,11 @@ def chat_template_sha256(engine: Engine) -> str | None:
     """SHA-256 of a fixed conversation's token ids; None where the engine has no chat template."""
     if not isinstance(engine, ChatEngine):
         return None
-    return hashlib.sha256(",".join(map(str, engine.encode_chat(_TURNS))).encode()).hexdigest()
+    try:
+        tokens = engine.encode_chat(_TURNS)
+    except EvidenceError:
+        return None
+    return hashlib.sha256(",".join(map(str, tokens)).encode()).hexdigest()
 
 
 @dataclass
@@ -65,6 +70,7 @@ class EngineLM(LM):
             seed_of,
         )
         self.max_context = engine.info().max_context
+        self.chat = engine if isinstance(engine, ChatEngine) and chat_template_sha256(engine) else None
         self.observations: dict[int, list[Observation]] = {}
 
     def generate_until(self, requests: list[Any]) -> list[str]:
@@ -95,10 +101,10 @@ class EngineLM(LM):
 
     def _prompt(self, doc: Any, context: str) -> tuple[tuple[int, ...], str]:
         """Token ids, and the mark of a reasoning block that they leave open."""
-        if not isinstance(self.engine, ChatEngine):
+        if self.chat is None:
             return tuple(self.engine.encode(context)), ""
         turns = (doc or {}).get("messages") or [{"role": "user", "content": context}]
-        prompt = tuple(self.engine.encode_chat(turns))
+        prompt = tuple(self.chat.encode_chat(turns))
         tail = self.engine.decode(prompt[-16:]).rstrip()
         return prompt, next((start for start, _ in THINK_MARKS if tail.endswith(start)), "")
 

@@ -17,7 +17,7 @@ import http.client
 import json
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 from urllib.parse import urlsplit
@@ -67,6 +67,12 @@ class ServerEngine:
 
     def encode(self, text: str) -> list[int]:
         answer = self._json("POST", "/tokenize", {"model": self.model, "prompt": text, "add_special_tokens": False})
+        return [int(t) for t in answer["tokens"]]
+
+    def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
+        """Through the server's chat template; :class:`EvidenceError` where it has none."""
+        body = {"model": self.model, "messages": [dict(m) for m in messages], "add_generation_prompt": True}
+        answer = self._json("POST", "/tokenize", body)
         return [int(t) for t in answer["tokens"]]
 
     def decode(self, token_ids: Sequence[int]) -> str:

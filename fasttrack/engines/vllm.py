@@ -16,7 +16,7 @@ from __future__ import annotations
 import gc
 import importlib
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -107,6 +107,16 @@ class VllmEngine:
 
     def encode(self, text: str) -> list[int]:
         return list(self.llm.get_tokenizer().encode(text, add_special_tokens=False))
+
+    def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
+        """Through the checkpoint's chat template; :class:`EvidenceError` where it has none."""
+        try:
+            ids = self.llm.get_tokenizer().apply_chat_template(
+                [dict(m) for m in messages], add_generation_prompt=True, tokenize=True, return_dict=False
+            )
+        except ValueError as error:
+            raise EvidenceError(f"the tokenizer renders no chat: {str(error).splitlines()[0]}") from None
+        return [int(token) for token in ids]
 
     def decode(self, token_ids: Sequence[int]) -> str:
         return str(self.llm.get_tokenizer().decode(list(token_ids)))

@@ -7,9 +7,10 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 from fake_target import TARGET
 
+from fasttrack.checks.lm import chat_template_sha256
 from fasttrack.engines.server import ServerEngine, request_body
 from fasttrack.errors import EvidenceError, UsageError
-from fasttrack.target import Engine, EngineSpec, Request, Sampling
+from fasttrack.target import ChatEngine, Engine, EngineSpec, Request, Sampling
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -35,7 +36,8 @@ class Handler(BaseHTTPRequestHandler):
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         engine = TARGET.engine(EngineSpec("embedded", "stock", "auto"))
         if self.path == "/tokenize":
-            return self._send(json.dumps({"tokens": engine.encode(body["prompt"])}))
+            text = body.get("prompt") or "".join(f"[{m['role'][0]}]{m['content']}" for m in body["messages"]) + "[a]"
+            return self._send(json.dumps({"tokens": engine.encode(text)}))
         if self.path == "/detokenize":
             return self._send(json.dumps({"prompt": engine.decode(body["tokens"])}))
         if body["temperature"] < 0:
@@ -148,3 +150,11 @@ def test_only_parameters_that_are_asked_for_travel():
     assert body["structured_outputs"] == {"regex": "a+"}
     schema = request_body("m", Request("r", (1,), 4, Sampling(structured={"json_schema": {"type": "object"}})))
     assert schema["response_format"]["json_schema"]["schema"] == {"type": "object"}
+
+
+def test_conversations_go_through_the_servers_template(url):
+    engine = connect(url[0])
+    assert isinstance(engine, ChatEngine)
+    turns = [{"role": "user", "content": "hi"}]
+    assert engine.decode(engine.encode_chat(turns)) == "[u]hi[a]"
+    assert chat_template_sha256(engine) == chat_template_sha256(connect(url[0]))
