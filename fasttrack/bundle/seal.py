@@ -22,6 +22,7 @@ from fasttrack.bundle.derived import derived_files
 from fasttrack.bundle.files import MAX_TOTAL_BYTES, list_files, name_problem, printable, read_bytes
 from fasttrack.bundle.hashes import HASHES, HashList
 from fasttrack.bundle.journal import plan_problems
+from fasttrack.bundle.planned import replan_problems
 from fasttrack.bundle.verdicts import evaluate_all, gates_document, parse_gates, scope_of, verdict_problems
 from fasttrack.errors import BundleError, UsageError
 
@@ -69,6 +70,8 @@ def _contents(run_dir: Path, pr: int, repo: str | None, head: str | None) -> tup
     for problem in plan_problems(run.journal, run.info.units):
         raise BundleError(problem)
     scope = scope_of(run)
+    for problem in replan_problems(run):
+        raise BundleError(f"{problem}; planned by other code: run `fasttrack validate` again")
     records = load_records(files, files.__getitem__, run.journal)
     for problem in (*records.problems, *records.census.problems(run.journal)):
         raise BundleError(problem)

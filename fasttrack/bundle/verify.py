@@ -31,6 +31,7 @@ from fasttrack.bundle.files import list_files, parse_json, printable, read_bytes
 from fasttrack.bundle.files import sha256 as digest_of
 from fasttrack.bundle.hashes import HASHES, HashList, parse_hashes
 from fasttrack.bundle.journal import parse_journal, plan_problems
+from fasttrack.bundle.planned import replan_problems
 from fasttrack.bundle.verdicts import evaluate_all, parse_gates, scope_of, verdict_problems
 from fasttrack.errors import BundleError, UsageError
 from fasttrack.records.seeds import root_seed
@@ -150,6 +151,7 @@ def _check_meaning(found: Verification, contents: Mapping[str, bytes], present: 
         )
     scope = _try(found, lambda: scope_of(run))
     if scope is not None:
+        found.problems += _try(found, lambda: list(replan_problems(run))) or []
         _check_verdicts(found, scope, run, records, contents)
 
 

@@ -11,8 +11,9 @@ from typing import Any
 
 from fake_target import TARGET
 
-from fasttrack.bundle.content import load_records, load_run, reader
+from fasttrack.bundle.content import load_records, load_run, parse_manifest, reader
 from fasttrack.bundle.journal import Journal
+from fasttrack.bundle.planned import planned_units
 from fasttrack.bundle.verdicts import evaluate_all, gates_document, scope_of
 from fasttrack.records import (
     CellKey,
@@ -84,7 +85,7 @@ def step(unit: str, requests: int, index: int, path: str = "specialized", **chan
 
 def numerics(op: str, family: str, **changes: Any) -> NumericsRecord:
     fields: dict[str, Any] = {
-        "unit": "numerics/ops",
+        "unit": "numerics/normal",
         "evidence": EMULATED,
         "op": op,
         "provider": "torch",
@@ -106,7 +107,7 @@ def numerics(op: str, family: str, **changes: Any) -> NumericsRecord:
 
 def engine(requests: int, arm: str, switch: str) -> EngineRecord:
     return EngineRecord(
-        unit=f"isolation/cell/r{requests}",
+        unit=f"isolation/cell/decode/tp2/r{requests}/dl0/dcp1/short",
         arm=arm,
         cell=cell(requests),
         evidence=EMULATED,
@@ -120,7 +121,7 @@ def engine(requests: int, arm: str, switch: str) -> EngineRecord:
 
 def performance(arm: str, value: float) -> PerformanceRecord:
     return PerformanceRecord(
-        unit="performance/r1",
+        unit="performance/decode/tp2/r1/dl0/dcp1/short",
         arm=arm,
         cell=cell(1),
         evidence=EMULATED,
@@ -139,18 +140,18 @@ def performance(arm: str, value: float) -> PerformanceRecord:
 def default_records() -> dict[str, list[Any]]:
     """Unit -> records of a run whose required gates all pass."""
     cells = {
-        f"isolation/cell/r{n}": [
+        f"isolation/cell/decode/tp2/r{n}/dl0/dcp1/short": [
             engine(n, "stock", "auto"),
             engine(n, "optimized", "fast"),
-            *(step(f"isolation/cell/r{n}", n, i) for i in range(3)),
+            *(step(f"isolation/cell/decode/tp2/r{n}/dl0/dcp1/short", n, i) for i in range(3)),
         ]
         for n in (1, 2)
     }
     return {
-        "numerics/ops": [numerics(op, family) for op in ("toy::update", "toy::head") for family in FAMILIES],
+        "numerics/normal": [numerics(op, family) for op in ("toy::update", "toy::head") for family in FAMILIES],
         **cells,
         "isolation/probe/above": [step("isolation/probe/above", 17, 0, "stock", cell=None)],
-        "performance/r1": [performance("stock", 90.0), performance("optimized", 110.5)],
+        "performance/decode/tp2/r1/dl0/dcp1/short": [performance("stock", 90.0), performance("optimized", 110.5)],
     }
 
 
@@ -165,6 +166,10 @@ def write_run(
 ) -> Path:
     """Write a run folder as the runner would."""
     records = default_records() if records is None else records
+    checks = ["numerics", "isolation", "performance"]
+    # The units that this toy has nothing to say about come first, finished without a record.
+    planned = planned_units(parse_manifest(manifest.encode()), "smoke", checks)
+    records = {**{name: [] for name in planned if name not in records}, **records}
     folder.mkdir(parents=True)
     (folder / "manifest.yaml").write_text(manifest, encoding="utf-8", newline="\n")
     digest = hashlib.sha256(manifest.encode()).hexdigest()
@@ -176,7 +181,7 @@ def write_run(
             "schema_version": 1,
             "name": "toy",
             "tier": "smoke",
-            "checks": ["numerics", "isolation", "performance"],
+            "checks": checks,
             "seeds": seeds,
             "target": asdict(TARGET.describe()),
             "plan": [{"name": name, "check": name.split("/")[0], "cell": None, "arms": []} for name in records],

@@ -131,7 +131,9 @@ def test_a_repository_that_is_none_is_refused(run: Path, tmp_path: Path, repo: s
 
 def test_an_unfinished_run_is_refused_and_names_the_unit(tmp_path: Path):
     run = write_run(tmp_path / "run", edit_journal=lambda events: events[:-1], gates=False)
-    with pytest.raises(UsageError, match=r"not over: 1 of 5 units .* first performance/r1") as refused:
+    with pytest.raises(
+        UsageError, match=r"not over: 1 of 13 units .* first performance/decode/tp2/r1/dl0/dcp1/short"
+    ) as refused:
         seal(run, tmp_path / "b", pr=7)
     assert "\n" not in str(refused.value)
     assert not (tmp_path / "b").exists()
@@ -140,12 +142,12 @@ def test_an_unfinished_run_is_refused_and_names_the_unit(tmp_path: Path):
 def test_failed_and_killed_attempts_go_in_and_are_shown(tmp_path: Path):
     def history(events):
         error = "OSError: disk | full\n"
-        return [event("started", "numerics/ops"), event("failed", "numerics/ops", error=error), *(
-            {**e, "attempt": 2} if e["unit"] == "numerics/ops" else e for e in events
+        return [event("started", "numerics/normal"), event("failed", "numerics/normal", error=error), *(
+            {**e, "attempt": 2} if e["unit"] == "numerics/normal" else e for e in events
         )]  # fmt: skip
 
     records = default_records()
-    records["numerics/ops"] = [r.model_copy(update={"attempt": 2}) for r in records["numerics/ops"]]
+    records["numerics/normal"] = [r.model_copy(update={"attempt": 2}) for r in records["numerics/normal"]]
     run = write_run(tmp_path / "run", records, edit_journal=history, gates=False)
     with (run / "records" / "numerics.jsonl").open("a") as file:
         file.write(numerics("toy::head", "normal", worst=9.0, failing=3, attempt=1).model_dump_json() + "\n")
@@ -153,13 +155,13 @@ def test_failed_and_killed_attempts_go_in_and_are_shown(tmp_path: Path):
     bundle = seal(run, tmp_path / "b", pr=7)  # gates.json is made where the run wrote none
     found = verify(bundle)
     assert (found.problems, found.verdict) == ([], "pass")
-    assert "| numerics/ops | 1 | failed |" in (bundle / "report.md").read_text()
+    assert "| numerics/normal | 1 | failed |" in (bundle / "report.md").read_text()
     assert "disk \\| full\\\\n |" in (bundle / "report.md").read_text()
 
 
 def test_a_failed_last_unit_is_not_a_pass(tmp_path: Path):
     def history(events):
-        return [e if (e["unit"], e["event"]) != ("numerics/ops", "finished") else event("failed", "numerics/ops")
+        return [e if (e["unit"], e["event"]) != ("numerics/normal", "finished") else event("failed", "numerics/normal")
                 for e in events]  # fmt: skip
 
     run = write_run(tmp_path / "run", edit_journal=history, gates=False)
@@ -171,19 +173,25 @@ def test_a_failed_unit_no_required_gate_reads_is_not_a_pass_either(tmp_path: Pat
     """Whatever the crashed unit would have found is unknown, so the gates that did pass do not make a pass."""
 
     def history(events):
-        return [e if (e["unit"], e["event"]) != ("performance/r1", "finished") else event("failed", "performance/r1")
-                for e in events]  # fmt: skip
+        return [*events[:-1], event("failed", "performance/decode/tp2/r1/dl0/dcp1/short")]
 
     bundle = seal(write_run(tmp_path / "run", edit_journal=history, gates=False), tmp_path / "b", pr=7)
     found = verify(bundle)
     assert {r.verdict for r in found.results if r.gate != "performance.speedup"} == {"pass"}
-    assert (found.problems, found.verdict, found.unfinished) == ([], "inconclusive", ["performance/r1"])
+    assert (found.problems, found.verdict, found.unfinished) == (
+        [],
+        "inconclusive",
+        ["performance/decode/tp2/r1/dl0/dcp1/short"],
+    )
     assert (found.exit_code(), found.exit_code("pass")) == (0, 1)
     first = (bundle / "report.md").read_text().splitlines()[0]
     assert first.startswith("**NOT ENOUGH EVIDENCE**")
-    assert "unit performance/r1 did not finish" in first
+    assert "unit performance/decode/tp2/r1/dl0/dcp1/short did not finish" in first
     predicate = json.loads((bundle / "statement.json").read_bytes())["predicate"]
-    assert (predicate["result"], predicate["failedTests"]) == ("FAILED", ["unit performance/r1 did not finish"])
+    assert (predicate["result"], predicate["failedTests"]) == (
+        "FAILED",
+        ["unit performance/decode/tp2/r1/dl0/dcp1/short did not finish"],
+    )
     gates = json.loads((bundle / "gates.json").read_bytes())
     write_json(bundle / "gates.json", {**gates, "verdict": "pass"})
     wrong = verify(bundle).problems
@@ -232,7 +240,7 @@ def test_statement_of_each_outcome(tmp_path: Path):
     assert passed["warnedTests"] == ["performance.speedup"]
     assert [c["name"] for c in passed["configuration"]] == ["manifest.yaml", "run.json"]
     records = default_records()
-    records["numerics/ops"][3] = numerics("toy::update", "negative_zero", worst=3.0, failing=2)
+    records["numerics/normal"][3] = numerics("toy::update", "negative_zero", worst=3.0, failing=2)
     failed = statement("failed", records)
     assert failed["result"] == "FAILED"
     assert failed["failedTests"] == ["numerics.error"]

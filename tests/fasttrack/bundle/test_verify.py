@@ -15,7 +15,9 @@ from bundle_tools import edit_json, files_of, fix_hashes, fix_journal, problems
 from toy_run import HEAD, default_records, numerics, step, write_run
 
 from fasttrack.bundle import NOT_PROVEN, seal, verify
+from fasttrack.bundle.content import parse_manifest
 from fasttrack.bundle.hashes import HASHES
+from fasttrack.bundle.planned import planned_units
 from fasttrack.errors import UsageError
 
 FILES = [
@@ -138,7 +140,7 @@ class TestWithHashesFixed:
 
     def test_a_failed_run_sold_as_a_pass(self, tmp_path: Path):
         records = default_records()
-        records["numerics/ops"][0] = numerics("toy::update", "normal", worst=40.0, failing=9)
+        records["numerics/normal"][0] = numerics("toy::update", "normal", worst=40.0, failing=9)
         bundle = seal(write_run(tmp_path / "run", records), tmp_path, pr=7)
         honest = verify(bundle)
         assert (honest.verdict, honest.exit_code(), honest.exit_code("pass")) == ("fail", 0, 1)
@@ -178,7 +180,7 @@ class TestWithHashesFixed:
         path = bundle / "records" / "numerics.jsonl"
         path.write_text("".join(path.read_text().splitlines(keepends=True)[:-1]))
         bundle = fix_hashes(bundle)
-        wanted = "records: unit numerics/ops attempt 1: has 9 records, the journal says 10"
+        wanted = "records: unit numerics/normal attempt 1: has 9 records, the journal says 10"
         assert wanted in problems(bundle)
         fix_journal(bundle)  # he thinks of the journal, too: then the verdict no longer follows
         found = problems(fix_hashes(bundle))
@@ -188,7 +190,9 @@ class TestWithHashesFixed:
         path = bundle / "records" / "numerics.jsonl"
         lines = path.read_text().splitlines(keepends=True)
         path.write_text("".join([lines[1], lines[0], *lines[2:]]))
-        wanted = "records: unit numerics/ops attempt 1: its records are not the ones the journal saw (digest differs)"
+        wanted = (
+            "records: unit numerics/normal attempt 1: its records are not the ones the journal saw (digest differs)"
+        )
         bundle = fix_hashes(bundle)
         assert wanted in problems(bundle)
         path = bundle / "records" / "numerics.jsonl"
@@ -208,20 +212,27 @@ class TestWithHashesFixed:
     def test_a_unit_taken_out_of_the_journal(self, bundle: Path):
         path = bundle / "journal.jsonl"
         lines = path.read_text().splitlines(keepends=True)
-        path.write_text("".join(line for line in lines if "performance/r1" not in line))
+        path.write_text("".join(line for line in lines if "performance/decode/tp2/r1/dl0/dcp1/short" not in line))
         found = problems(fix_hashes(bundle))
-        assert "journal.jsonl: planned unit performance/r1 neither finished nor failed" in found
-        assert "records: unit performance/r1 attempt 1 is not in the journal" in found
+        assert (
+            "journal.jsonl: planned unit performance/decode/tp2/r1/dl0/dcp1/short neither finished nor failed" in found
+        )
+        assert "records: unit performance/decode/tp2/r1/dl0/dcp1/short attempt 1 is not in the journal" in found
 
     def test_a_unit_taken_out_of_the_plan(self, bundle: Path):
         edit_json(bundle, "run.json", lambda doc: doc["plan"].pop())
         found = problems(fix_hashes(bundle))
-        assert "journal.jsonl: unit performance/r1 attempt 1: the unit is not in the plan" in found
+        assert (
+            "journal.jsonl: unit performance/decode/tp2/r1/dl0/dcp1/short attempt 1: the unit is not in the plan"
+            in found
+        )
 
     def test_a_second_finish_is_cherry_picking(self, bundle: Path):
         path = bundle / "journal.jsonl"
         events = [json.loads(line) for line in path.read_text().splitlines()]
-        again = [{**event, "attempt": 2} for event in events if event["unit"] == "performance/r1"]
+        again = [
+            {**event, "attempt": 2} for event in events if event["unit"] == "performance/decode/tp2/r1/dl0/dcp1/short"
+        ]
         path.write_text("".join(json.dumps(event) + "\n" for event in events + again))
         found = problems(fix_hashes(bundle))
         assert any("the unit had finished before; a second result could have been picked" in line for line in found)
@@ -367,7 +378,7 @@ def test_loads_no_torch_and_needs_no_network(original: Path):
 @pytest.mark.slow
 def test_ten_megabytes_take_seconds(tmp_path: Path):
     records = default_records()
-    unit = "isolation/cell/r2"
+    unit = "isolation/cell/decode/tp2/r2/dl0/dcp1/short"
     wide = {"rank_hashes": ["a" * 64] * 8, "slots": list(range(8))}
     records[unit] += [step(unit, 2, index, **wide) for index in range(10, 10_010)]
     bundle = seal(write_run(tmp_path / "run", records), tmp_path, pr=7)
@@ -383,3 +394,38 @@ def test_what_is_no_folder(tmp_path: Path):
     for path, what in ((tmp_path / "nowhere", "no such folder"), (tmp_path / "file", "is not a folder")):
         with pytest.raises(UsageError, match=what):
             verify(path)
+
+
+def test_a_plan_that_does_not_follow_from_the_manifest_is_named(bundle: Path):
+    """An attacker who leaves out a unit of plan, journal and records, or adds one, and fixes every digest."""
+    gone = "isolation/a_a/decode/tp2/r2/dl0/dcp1/short"
+
+    def change(run):
+        run["plan"] = [unit for unit in run["plan"] if unit["name"] != gone]
+        run["plan"].append({**run["plan"][0], "name": "numerics/mine"})
+
+    edit_json(bundle, "run.json", change)
+    journal = bundle / "journal.jsonl"
+    lines = [line for line in journal.read_text().splitlines(keepends=True) if gone not in line]
+    journal.write_text("".join(lines), newline="\n")
+    found = problems(fix_hashes(bundle))
+    assert f"run.json: plan does not follow from the manifest: unit {gone} is missing" in found
+    assert "run.json: plan does not follow from the manifest: unit numerics/mine is extra" in found
+
+
+@pytest.mark.parametrize("checks", [None, [], "numerics", ["numerics", "mine"], [["numerics"]], [{}]])
+def test_checks_that_are_none_are_named(bundle: Path, checks: object):
+    edit_json(bundle, "run.json", lambda run: run.update(checks=checks))
+    assert any(line.startswith("run.json: checks is not a list of some of numerics, ") for line in problems(bundle))
+
+
+def test_a_task_whose_data_only_the_runner_has_is_planned_all_the_same(tmp_path: Path):
+    from toy_run import MANIFEST
+
+    tasks = "tasks:\n  - {name: aime25, task: aime25, data: nowhere.jsonl}\n"
+    names = planned_units(
+        parse_manifest((MANIFEST.replace("required: [", "required: [evals.task_scores, ") + tasks).encode()),
+        "smoke",
+        ["evals"],
+    )
+    assert names == ["evals/task/aime25/stock", "evals/task/aime25/optimized"]

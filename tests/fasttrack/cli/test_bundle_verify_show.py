@@ -81,7 +81,10 @@ def test_an_unfinished_run_is_refused_in_one_line(home: Path, capsys):
     write_run(Path("half"), edit_journal=lambda events: events[:-1], gates=False)
     code, _, err = call(capsys, "bundle", "--pr", "7", "--run", "half")
     assert (code, err.count("\n")) == (2, 1)
-    assert "the run is not over: 1 of 5 units neither finished nor failed, first performance/r1" in err
+    assert (
+        "the run is not over: 1 of 13 units neither finished nor failed, first performance/decode/tp2/r1/dl0/dcp1/short"
+        in err
+    )
 
 
 def test_verify_without_a_digest_says_what_is_not_proven(home: Path, capsys):
@@ -118,7 +121,7 @@ def test_verify_names_every_problem_and_exits_1(home: Path, capsys):
 
 def test_require_pass(home: Path, capsys):
     records = default_records()
-    records["numerics/ops"][0] = numerics("toy::update", "normal", worst=40.0, failing=9)
+    records["numerics/normal"][0] = numerics("toy::update", "normal", worst=40.0, failing=9)
     write_run(Path("failed"), records)
     bundle = sealed(capsys, "--run", "failed")
     code, out, _ = call(capsys, "verify", bundle)
@@ -159,7 +162,7 @@ def test_show(home: Path, capsys, kind: str):
     path = "runs/toy-20260102T030405Z" if kind == "run" else sealed(capsys)
     code, out, _ = call(capsys, "show", path)
     assert code == 0
-    assert "5 of 5 units ended, 23 records, 0 attempts did not finish" in out
+    assert "13 of 13 units ended, 23 records, 0 attempts did not finish" in out
     assert "worst error / bound" in out
     assert "verdict  pass" in out
     code, out, _ = call(capsys, "show", path, "--json")
@@ -176,8 +179,8 @@ def test_show_gate_and_unit(home: Path, capsys):
     code, out, _ = call(capsys, "show", path, "--gate", "numerics", "--json")
     assert len(json.loads(out)["gates"]) == 2
     assert len(json.loads(out)["records"]) == 10
-    code, out, _ = call(capsys, "show", path, "--unit", "isolation/cell/r2")
-    assert "isolation/cell/r2, attempt 1: finished" in out
+    code, out, _ = call(capsys, "show", path, "--unit", "isolation/cell/decode/tp2/r2/dl0/dcp1/short")
+    assert "isolation/cell/decode/tp2/r2/dl0/dcp1/short, attempt 1: finished" in out
     assert "engine records: 2" in out
     assert "step records: 3" in out
     for option, value in (("--gate", "nonsense"), ("--unit", "nonsense")):
@@ -187,7 +190,7 @@ def test_show_gate_and_unit(home: Path, capsys):
 
 def test_show_of_a_run_that_is_not_over(home: Path, capsys):
     def history(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        return [*events[:-1], event("failed", "performance/r1", error="\x1b[31mboom")]
+        return [*events[:-1], event("failed", "performance/decode/tp2/r1/dl0/dcp1/short", error="\x1b[31mboom")]
 
     write_run(Path("failed"), edit_journal=history, gates=False)
     write_run(Path("half"), edit_journal=lambda events: events[:-2], gates=False)
@@ -197,9 +200,9 @@ def test_show_of_a_run_that_is_not_over(home: Path, capsys):
     assert "boom" in out
     assert "\x1b" not in out
     code, out, _ = call(capsys, "show", "half")
-    assert "4 of 5 units ended" in out
+    assert "12 of 13 units ended" in out
     assert "none yet: the run is not over" in out
-    code, out, _ = call(capsys, "show", "half", "--unit", "performance/r1")
+    code, out, _ = call(capsys, "show", "half", "--unit", "performance/decode/tp2/r1/dl0/dcp1/short")
     assert "planned, not started" in out
 
 

@@ -21,7 +21,7 @@ def test_half_lines_are_skipped_wherever_they_were_torn(tmp_path: Path):
         path.write_text(line[:place])  # the kill
         with RecordWriter(path) as writer:
             writer.write(engine(1, "stock", "auto"))
-        found = list(RecordReader(path.parent, {"isolation/cell/r1": 1}))
+        found = list(RecordReader(path.parent, {"isolation/cell/decode/tp2/r1/dl0/dcp1/short": 1}))
         assert found == [engine(1, "stock", "auto")]
 
 

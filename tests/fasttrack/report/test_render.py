@@ -65,12 +65,12 @@ def test_first_line_says_verdict_evidence_and_that_scores_say_nothing(tmp_path: 
 
 def test_first_line_names_the_gates_that_failed_or_lack_evidence(tmp_path: Path):
     records = default_records()
-    records["numerics/ops"][0] = numerics("toy::update", "normal", worst=40.0, failing=9)
+    records["numerics/normal"][0] = numerics("toy::update", "normal", worst=40.0, failing=9)
     del records["isolation/probe/above"]
     first = report(tmp_path, records).splitlines()[0]
     assert first.startswith("**FAIL** (smoke tier, emulated evidence): 2 of 4 required gates passed;")
     assert "numerics.error fail, isolation.probes inconclusive." in first
-    del records["numerics/ops"]
+    del records["numerics/normal"]
     assert report(tmp_path / "b", records).startswith("**NOT ENOUGH EVIDENCE**")
 
 
@@ -81,10 +81,10 @@ def test_the_numbers_that_decided_stand_in_a_table(tmp_path: Path):
 
 def test_coverage_grid_counts_the_optimised_arm_and_leaves_probes_out(tmp_path: Path):
     records = default_records()
-    own = records["isolation/cell/r2"]
-    own.append(step("isolation/cell/r2", 2, 7, "stock", reason="switched_off"))
-    own.append(step("isolation/cell/r2", 2, 8, "stock", arm="stock"))
-    own.append(step("isolation/cell/r2", 2, 9, rows=3))  # not at the claimed rows
+    own = records["isolation/cell/decode/tp2/r2/dl0/dcp1/short"]
+    own.append(step("isolation/cell/decode/tp2/r2/dl0/dcp1/short", 2, 7, "stock", reason="switched_off"))
+    own.append(step("isolation/cell/decode/tp2/r2/dl0/dcp1/short", 2, 8, "stock", arm="stock"))
+    own.append(step("isolation/cell/decode/tp2/r2/dl0/dcp1/short", 2, 9, rows=3))  # not at the claimed rows
     records["isolation/probe/above"].append(step("isolation/probe/above", 1, 5, "stock"))
     text = report(tmp_path, records)
     assert table(text, "## Coverage") == [["decode, TP 2, short", "3/3", "3/4", "-"]]
@@ -94,7 +94,7 @@ def test_coverage_grid_counts_the_optimised_arm_and_leaves_probes_out(tmp_path: 
 
 def test_a_planned_cell_without_steps_is_not_blank(tmp_path: Path):
     records = default_records()
-    del records["isolation/cell/r2"]
+    del records["isolation/cell/decode/tp2/r2/dl0/dcp1/short"]
     assert table(report(tmp_path, records), "## Coverage") == [["decode, TP 2, short", "3/3", "0/0", "-"]]
 
 
@@ -114,20 +114,22 @@ def test_probes_stock_and_refused(tmp_path: Path):
 
 def test_attempts_that_did_not_finish(tmp_path: Path):
     def history(events):
-        return [event("started", "numerics/ops"), *({**e, "attempt": 2} if e["unit"] == "numerics/ops" else e
+        return [event("started", "numerics/normal"), *({**e, "attempt": 2} if e["unit"] == "numerics/normal" else e
                 for e in events)]  # fmt: skip
 
     records = default_records()
-    records["numerics/ops"] = [r.model_copy(update={"attempt": 2}) for r in records["numerics/ops"]]
+    records["numerics/normal"] = [r.model_copy(update={"attempt": 2}) for r in records["numerics/normal"]]
     found = table(report(tmp_path, records, edit_journal=history), "## Attempts that did not finish")
-    assert [row[:3] for row in found] == [["numerics/ops", "1", "killed"]]
+    assert [row[:3] for row in found] == [["numerics/normal", "1", "killed"]]
     assert "None: every planned unit finished" in report(tmp_path / "b")
 
 
 def test_arms_are_compared_option_by_option(tmp_path: Path):
     records = default_records()
     slow = engine(2, "stock", "auto")
-    records["isolation/cell/r2"][0] = slow.model_copy(update={"config": {**slow.config, "threads": 8}})
+    records["isolation/cell/decode/tp2/r2/dl0/dcp1/short"][0] = slow.model_copy(
+        update={"config": {**slow.config, "threads": 8}}
+    )
     found = table(report(tmp_path, records), "## How the arms differ")
     assert ["threads", "8", "none", "optimized", "1"] in found
     assert ["switch toy_backend", "auto", "fast", "optimized", "2"] in found
@@ -145,10 +147,10 @@ def test_performance_is_listed_with_its_stamp_and_never_as_a_ratio(tmp_path: Pat
     records = default_records()
     again = performance("stock", 92.0)
     other = again.model_copy(update={"prefill_included": True, "value": 5.0})
-    records["performance/r1"] += [again, other]
+    records["performance/decode/tp2/r1/dl0/dcp1/short"] += [again, other]
     found = table(report(tmp_path / "b", records), "## Performance records")
     assert [row[4:] for row in found] == [["91 (n=2)", "5"], ["110.5", ""]]
-    records["performance/r1"] = [performance(f"sabotaged:{i}", 1.0) for i in range(70)]
+    records["performance/decode/tp2/r1/dl0/dcp1/short"] = [performance(f"sabotaged:{i}", 1.0) for i in range(70)]
     assert "10 more rows: `fasttrack show" in report(tmp_path / "c", records)
 
 
@@ -156,8 +158,8 @@ def test_published_figures_keep_their_digits_and_sources_stay_apart(tmp_path: Pa
     records = default_records()
     quoted = Evidence(kind="published", source="pull request table")
     figure = {"name": "published-b1", "metric": "decode_throughput", "value": 1274.8125, "unit_of_measure": "tokens/s"}
-    records["performance/r1"].append(
-        PublishedRecord(unit="performance/r1", evidence=quoted, setup="TP16, DL 7", **figure)
+    records["performance/decode/tp2/r1/dl0/dcp1/short"].append(
+        PublishedRecord(unit="performance/decode/tp2/r1/dl0/dcp1/short", evidence=quoted, setup="TP16, DL 7", **figure)
     )
     more = "{metric: speedup, unit: x, value: 1.73, baseline: 1, source: an article}"
     manifest = MANIFEST.replace('source: "an article"}]', f'source: "an article"}}, {more}]')
@@ -174,7 +176,7 @@ def test_published_figures_keep_their_digits_and_sources_stay_apart(tmp_path: Pa
 def test_shard_evidence_names_its_rank(tmp_path: Path):
     records = default_records()
     shard = Evidence(kind="shard", device="H200", rank=3, ranks=16)
-    records["numerics/ops"] = [r.model_copy(update={"evidence": shard}) for r in records["numerics/ops"]]
+    records["numerics/normal"] = [r.model_copy(update={"evidence": shard}) for r in records["numerics/normal"]]
     assert ["shard(3/16)", "H200", "10", "10 numerics"] in table(report(tmp_path, records), "## What the numbers may")
 
 
@@ -185,12 +187,16 @@ HOSTILE = "x|y `z` [click](http://a) <script> \x1b[31m\n# Heading ‮ *b*"
 def test_text_of_records_cannot_leave_its_cell(tmp_path: Path, place: str):
     records = default_records()
     if place == "reason":
-        records["isolation/cell/r1"].append(step("isolation/cell/r1", 1, 9, "stock", reason=HOSTILE))
+        records["isolation/cell/decode/tp2/r1/dl0/dcp1/short"].append(
+            step("isolation/cell/decode/tp2/r1/dl0/dcp1/short", 1, 9, "stock", reason=HOSTILE)
+        )
     elif place == "op":
-        records["numerics/ops"].append(numerics(HOSTILE, "normal", worst=9.0, failing=1))
+        records["numerics/normal"].append(numerics(HOSTILE, "normal", worst=9.0, failing=1))
     else:
-        one = records["isolation/cell/r1"][0]
-        records["isolation/cell/r1"][0] = one.model_copy(update={"config": {HOSTILE: HOSTILE}})
+        one = records["isolation/cell/decode/tp2/r1/dl0/dcp1/short"][0]
+        records["isolation/cell/decode/tp2/r1/dl0/dcp1/short"][0] = one.model_copy(
+            update={"config": {HOSTILE: HOSTILE}}
+        )
     text = report(tmp_path, records)
     assert "x\\|y" in text
     assert not any(line.startswith("# Heading") for line in text.splitlines())
@@ -241,8 +247,8 @@ def test_numbers():
 
 def test_drilling_down_puts_the_suspicious_first(tmp_path: Path):
     records = default_records()
-    records["numerics/ops"].append(numerics("toy::head", "normal", worst=float("nan"), failing=0))
-    records["numerics/ops"].append(numerics("toy::head", "coded", worst=2.0, failing=5))
+    records["numerics/normal"].append(numerics("toy::head", "normal", worst=float("nan"), failing=0))
+    records["numerics/normal"].append(numerics("toy::head", "coded", worst=2.0, failing=5))
     flat = [record for own in records.values() for record in own]
     found = records_of_gate("numerics.error", flat)
     assert [(r.failing, r.worst == r.worst) for r in found[:2]] == [(5, True), (0, False)]
