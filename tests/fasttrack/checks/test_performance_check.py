@@ -2,7 +2,8 @@
 
 import pytest
 
-from fasttrack.checks.performance import metrics
+from fasttrack.checks.performance import PerformanceCheck, metrics
+from fasttrack.gates import GATES
 from fasttrack.records import CellKey
 from fasttrack.target import Completion, LedgerStep
 
@@ -81,9 +82,20 @@ def test_named_cells_run_the_published_prompt_and_cap_the_output(tmp_path):
     from fasttrack.records import GenerationRecord
 
     named = [{"name": "published", "tp": 1, "requests": 2, "input_tokens": 1, "output_tokens": 1000}]
-    scope = toy_scope(named_cells=named)
+    scope = toy_scope(named_cells=named, tiers={"smoke": {"minutes": 1, "named_steps": 7}})
     records = run_units(scope, tmp_path, lambda u: u.name == "performance/named/published", check="performance")
     made = [r for r in records if isinstance(r, GenerationRecord)]
     assert {r.arm for r in made} == {"stock", "optimized"}
     assert {r.prompt_tokens for r in made} == {1}
-    assert {len(r.token_ids) for r in made} == {scope.knobs.performance_tokens}
+    assert {len(r.token_ids) for r in made} == {8}  # prefill gives one, each decode step another
+    assert GATES["performance.named_cells"](scope, records).verdict == "pass"
+
+
+def test_a_manifest_of_kernels_alone_times_no_engine():
+    from harness import toy_scope
+
+    scope = toy_scope(gates={"required": ["performance.kernels"]})
+    assert [u.name for u in PerformanceCheck().units(scope.manifest, "smoke")] == [
+        "performance/kernels/tp1",
+        "performance/kernels/tp2",
+    ]
