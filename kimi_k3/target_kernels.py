@@ -1,19 +1,33 @@
-"""The kernels of this target in the harness's words: compiled code and launch orders for the synchronisation audit."""
+"""The kernels of this target in the harness's words: compiled code and launch orders for the synchronisation audit, and
+timings of one rank's shard."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING
+from functools import cache
+from typing import TYPE_CHECKING, Any
 
 from fasttrack.errors import UsageError
-from fasttrack.target import CompiledKernel, KernelContract, KernelException, KernelParameter
+from fasttrack.target import (
+    CompiledKernel,
+    KernelBenchmark,
+    KernelContract,
+    KernelException,
+    KernelMeasurement,
+    KernelParameter,
+    KernelTiming,
+)
 
 if TYPE_CHECKING:
+    from kimi_k3.kernels.bench import Timing
     from kimi_k3.kernels.contract import Contract
+    from kimi_k3.kernels.shard_bench import Benchmark
+
+REPLAYS = 60  #: of every timed graph
 
 
 class Kernels:
-    """Mixin of the target: :class:`fasttrack.target.KernelTarget`."""
+    """Mixin of the target: :class:`fasttrack.target.KernelTarget` and ``KernelBenchmarkTarget``."""
 
     def compile_kernels(self, arch: str, kinds: bool = False) -> Iterator[CompiledKernel]:
         """Every prepared variant; ``kinds``: one of every kind of code, for a quick look.
@@ -39,6 +53,49 @@ class Kernels:
         from kimi_k3.kernels.catalog import schedules
 
         return schedules()
+
+    def kernel_benchmarks(self, tier: str, options: Mapping[str, Any]) -> Iterator[KernelBenchmark]:
+        """Projections, KDA core and attention residual at the full model's shards; no option changes them."""
+        from kimi_k3.kernels.shard_bench import benchmarks
+
+        for b in benchmarks(tier):
+            yield KernelBenchmark(
+                op=f"kimi_k3::{b.op}",
+                name=b.name,
+                shape=b.shape,
+                rows=b.rows,
+                tp=b.tp,
+                bytes=b.bytes,
+                run=lambda b=b: _measured(b),  # type: ignore[misc]
+                goal_fraction=b.goal.fraction if b.goal else None,
+                goal_s=b.goal.us * 1e-6 if b.goal and b.goal.us is not None else None,
+            )
+
+
+@cache
+def _read_floor() -> float:
+    """TB/s; measured once per run, before the first kernel."""
+    from kimi_k3.kernels.bench import read_floor
+
+    return read_floor()
+
+
+def _measured(benchmark: Benchmark) -> KernelMeasurement:
+    import torch
+
+    floor = _read_floor()
+    kernel, library = benchmark.time(floor, REPLAYS)
+    return KernelMeasurement(
+        kernel=_timing(kernel),
+        floor_s=benchmark.bytes / (floor * 1e12),
+        device=torch.cuda.get_device_name(),
+        reference=None if library is None else _timing(library),
+    )
+
+
+def _timing(t: Timing) -> KernelTiming:
+    clock = f"CUDA events around replays of a graph of {t.launches} launches"
+    return KernelTiming(t.name, t.us * 1e-6, t.p10 * 1e-6, t.p90 * 1e-6, t.replays, clock)
 
 
 def declared(contract: Contract) -> KernelContract:

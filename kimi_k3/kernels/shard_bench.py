@@ -67,7 +67,8 @@ class Benchmark:
 
     op: str
     name: str
-    tp: int
+    shape: str
+    tp: int  #: 0: the same on every rank of any group
     requests: int
     query_len: int
     bytes: int
@@ -108,20 +109,24 @@ def benchmarks(tier: str = "standard", tps: Sequence[int] = (8, 16), model: Mode
             for m in ROWS[tier]:
                 time = partial(time_projection, shape, live, m)
                 goal = projection_goal(shape.op, tp, m)
-                yield Benchmark(OPS[shape.op], f"{shape.op}/tp{tp}/m{m}", tp, m, 1, shape.bytes(m), goal, time)
+                size, name = shape.bytes(m), f"{shape.op}/tp{tp}/m{m}"
+                sizes = f"{shape.n} x {shape.k}" + (", SiTU" if shape.situ else "")
+                yield Benchmark(OPS[shape.op], name, sizes, tp, m, 1, size, goal, time)
         plain = [(m, 1) for m in ROWS[tier]]
         verify = [(m // q, q) for q in VERIFY for m in ROWS[tier] if m % q == 0]
         for requests, q in (*plain, *verify):
             size = kda_bytes(requests, q, shard.heads, shard.kda_rows)
             time = partial(time_kda, shard.heads, requests, q, size)
             name = f"kda_core/tp{tp}/b{requests}" + (f"q{q}" if q > 1 else "")
-            yield Benchmark("kda_core", name, tp, requests, q, size, kda_goal(requests, q), time)
+            sizes = f"{shard.heads} heads, {requests} requests of {q} rows"
+            yield Benchmark("kda_core", name, sizes, tp, requests, q, size, kda_goal(requests, q), time)
     for site, keywords in SITES.items():  # replicated: the same on every rank
         for m in ROWS[tier]:
             stored, opens = keywords["stored"], keywords.get("opens", False)
             size = residual_bytes(m, model.hidden, stored, "add", opens, False)
             time = partial(time_residual, site, m, model.hidden, size)
-            yield Benchmark("attn_res", f"attn_res/{site}/m{m}", 0, m, 1, size, None, time)
+            sizes = f"{stored} blocks of {model.hidden}"
+            yield Benchmark("attn_res", f"attn_res/{site}/m{m}", sizes, 0, m, 1, size, None, time)
 
 
 def time_projection(

@@ -9,12 +9,15 @@ import torch
 
 pytest.importorskip("cutlass")
 
+from fasttrack.target import KernelBenchmarkTarget
+from kimi_k3 import target_kernels
 from kimi_k3.decode.ops import SCHEMAS
-from kimi_k3.kernels import attn_res_cases, kda_core_cases, shapes
+from kimi_k3.kernels import attn_res_cases, kda_core_cases, shapes, shard_bench
 from kimi_k3.kernels.bench import Timing
 from kimi_k3.kernels.bench_inputs import XS, KdaLayers, ProjectionLayers, ResidualSites
 from kimi_k3.kernels.shard_bench import OPS, SITES, Goal, benchmarks
 from kimi_k3.kernels.stream_projection import cases, reference
+from kimi_k3.target import TARGET
 
 ALL = list(benchmarks())
 BY_NAME = {b.name: b for b in ALL}
@@ -65,6 +68,35 @@ def test_bytes_count_everything_once() -> None:
 )
 def test_goals(name: str, goal: Goal | None) -> None:
     assert BY_NAME[name].goal == goal
+
+
+def test_the_harness_gets_seconds_and_a_floor_of_the_same_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    listed = {b.name: b for b in TARGET.kernel_benchmarks("smoke", {"checkpoint": "shard"})}
+    assert isinstance(TARGET, KernelBenchmarkTarget)
+    assert set(listed) == {b.name for b in benchmarks("smoke")}
+    assert {b.tp for b in listed.values()} == {0, 8, 16}
+    assert {b.op for b in listed.values()} - {"kimi_k3::lm_head"} <= set(TARGET.describe().ops)
+    assert listed["kda_core/tp8/b1"].goal_s == pytest.approx(5e-6)
+    assert listed["kda_core/tp8/b1"].goal_fraction is None
+    assert listed["o_proj/tp16/m64"].goal_fraction == 0.85
+
+    asked: list[tuple[float, int]] = []
+
+    def time(shape: object, live: int, m: int, floor: float, replays: int) -> tuple[Timing, Timing]:
+        asked.append((floor, replays))
+        return Timing("ours", 20.0, 19.0, 21.0, replays, 44), Timing("torch.mm", 25.0, 24.0, 26.0, replays, 44)
+
+    monkeypatch.setattr(shard_bench, "time_projection", time)
+    monkeypatch.setattr(target_kernels, "_read_floor", lambda: 4.6)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H200")
+    bench = next(b for b in TARGET.kernel_benchmarks("smoke", {}) if b.name == "kda_in_proj/tp8/m8")
+    found = bench.run()
+    assert asked == [(4.6, 60)]
+    assert found.floor_s == pytest.approx(bench.bytes / 4.6e12)
+    assert (found.kernel.seconds, found.kernel.samples) == (pytest.approx(20e-6), 60)
+    assert found.reference is not None
+    assert (found.reference.what, found.reference.seconds) == ("torch.mm", pytest.approx(25e-6))
+    assert found.device == "NVIDIA H200"
 
 
 def test_a_goal_is_met_or_missed() -> None:
