@@ -1,4 +1,4 @@
-"""What the harness may ask of this target. The only file here that knows fasttrack.
+"""What the harness may ask of this target. This and ``target_kernels`` alone know fasttrack.
 
 Importing and describing need no torch. The engine is :class:`kimi_k3.reference.engine.EmbeddedEngine`; nothing
 of ``kimi_k3.decode`` is imported unless the switch is on.
