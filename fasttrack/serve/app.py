@@ -16,7 +16,7 @@ from fastapi.responses import JSONResponse, PlainTextResponse, StreamingResponse
 
 from fasttrack.errors import UsageError
 from fasttrack.serve import answers
-from fasttrack.serve.jobs import ChatJob, CompletionJob, Job, chat_jobs, completion_jobs
+from fasttrack.serve.jobs import Job, chat_jobs, completion_jobs
 from fasttrack.serve.metrics import CONTENT_TYPE
 from fasttrack.serve.schema import ChatBody, CompletionBody, DetokenizeBody, GenerationBody, TokenizeBody
 from fasttrack.serve.worker import EngineFailed, EngineWorker
@@ -197,6 +197,3 @@ def _handle_errors(app: FastAPI) -> None:
     @app.exception_handler(EngineFailed)
     async def failed(request: Request, error: EngineFailed) -> Response:
         return JSONResponse(answers.error(f"the engine failed: {error}", "server_error"), 500)
-
-
-__all__ = ["ChatJob", "CompletionJob", "create_app"]

@@ -92,6 +92,12 @@ def _drafter_weights(name: str, config: KimiK3Config, seed: int) -> tuple[DSpark
         if not Path(name).is_dir():
             raise CheckpointError(f"drafter {name!r}: no such folder; expected a folder, {RANDOM} or {REHEARSAL}")
         spark, weights = load_drafter(name)
+        known, deepest = weights.markov_w1.shape[0], max(spark.target_layer_ids)
+        if known != config.vocab_size or deepest >= config.num_hidden_layers:
+            raise CheckpointError(
+                f"{name}: drafter of a model with {known} tokens and more than {deepest} layers; "
+                f"expected one for {config.vocab_size} tokens and {config.num_hidden_layers} layers"
+            )
     return spark, weights, _digest(asdict(spark), drafter_roster(spark, config.vocab_size), weights)
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -176,6 +178,22 @@ def test_steps_without_any_drafts_continue_from_the_accepted_state(arm: str) -> 
     assert {s.kind for s in engine.drain_ledger()} == {"prefill", "verify", "decode"}
 
 
+def test_pages_always_cover_the_block_that_is_drafted() -> None:
+    """Else the drafts would depend on where pages happen to end."""
+    engine = build("stock", drafter="random", page_size=4)
+    propose, checked = engine.engine.drafter.propose, []
+
+    def watched(states: Any) -> Any:
+        for state in states:
+            assert len(state.pages) * 4 >= min(len(state.tokens) - 1 + 7, 128)
+            checked.append(len(state.tokens))
+        return propose(states)
+
+    engine.engine.drafter.propose = watched
+    engine.generate([*requests(2), Request("long", tuple(range(100)), 28, Sampling(ignore_eos=True))], run="x")
+    assert max(checked) > 120
+
+
 def test_recovered_states_give_the_same_tokens_and_the_specialised_path_refuses_them() -> None:
     """One slot per request, advanced only by what stood; drafts are made right by the known continuation."""
     engine = build("stock", 7, drafter="random", state_scheme="recover")
@@ -242,6 +260,27 @@ def test_the_arms_differ_in_the_switch_alone_and_the_drafter_is_described() -> N
         build("stock", 7, drafter="random", drafter_seed=1).info().config["drafter_checkpoint"]
         != one["drafter_checkpoint"]
     )
+
+
+def test_a_saved_drafter_is_the_same_drafter_and_must_fit_the_model(tmp_path: Path) -> None:
+    from kimi_k3.reference.config import TINY_A
+    from kimi_k3.reference.dspark_weights import random_drafter_weights, save_drafter
+
+    save_drafter(tmp_path / "fits", TINY_A, random_drafter_weights(TINY_A, 4))
+    one, other = build("stock", drafter="random", drafter_seed=4), build("stock", drafter=str(tmp_path / "fits"))
+    digests = [e.info().config["drafter_checkpoint"] for e in (one, other)]
+    assert digests[0] == digests[1]
+    drafts = []
+    for engine in (one, other):
+        propose, seen = engine.engine.drafter.propose, []
+        engine.engine.drafter.propose = lambda s, p=propose, seen=seen: (found := p(s), seen.append(found))[0]
+        engine.generate(requests(2, 6), run="x")
+        drafts.append([d.tokens for found in seen for d in found])
+    assert drafts[0] == drafts[1]
+    small = replace(TINY_A, vocab_size=256)
+    save_drafter(tmp_path / "other", small, random_drafter_weights(small, 4))
+    with pytest.raises(UsageError, match="drafter of a model with 256 tokens"):
+        build("stock", drafter=str(tmp_path / "other"))
 
 
 @pytest.mark.parametrize(

@@ -71,6 +71,30 @@ def test_greedy_outputs_obey_and_do_not_depend_on_path_or_drafts(arm: str, draft
     assert {s.path for s in steps} == {"specialized" if arm == "optimized" else "stock"}
 
 
+def test_drafts_that_the_grammar_allows_and_the_model_does_not_want_are_rolled_back() -> None:
+    engine = build("optimized", 3, drafter_hit_rate=1)
+    propose, spoiled = engine.engine.drafter.propose, [0]
+
+    def other(states: Any) -> Any:
+        found = propose(states)
+        for state, draft in zip(states, found, strict=True):
+            structured = state.request.sampling.structured
+            if structured is None:
+                continue
+            for place in range(len(draft.tokens)):  # the first draft with an alternative takes it
+                choices = engine.engine.grammar(structured)([*state.output, *draft.tokens[:place]])
+                choices[draft.tokens[place]] = False
+                if choices.any():
+                    draft.tokens[place] = int(choices.nonzero()[0])
+                    spoiled[0] += 1
+                    break
+        return found
+
+    engine.engine.drafter.propose = other
+    assert [c.token_ids for c in engine.generate(requests(), run="x")] == plain()
+    assert spoiled[0] > 10
+
+
 @pytest.mark.parametrize("draft_length", [0, 5])
 def test_sampled_outputs_obey(draft_length: int) -> None:
     for rejection in ("standard", "block"):
