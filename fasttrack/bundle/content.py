@@ -16,6 +16,7 @@ from fasttrack import SCHEMA_VERSION
 from fasttrack.bundle.files import MAX_DOCUMENT_BYTES, MAX_LINE_BYTES, list_files, parse_json, printable, read_bytes
 from fasttrack.bundle.files import sha256 as digest
 from fasttrack.bundle.journal import Journal, RecordCensus, parse_journal
+from fasttrack.bundle.layout import DIFF
 from fasttrack.errors import BundleError, FasttrackError
 from fasttrack.manifest import Manifest, load_manifest
 from fasttrack.records import parse_record
@@ -27,7 +28,6 @@ MANIFEST, RUN, ENVIRONMENT, JOURNAL, GATES = (
     "journal.jsonl",
     "gates.json",
 )
-DIFF = "dirty.diff"
 REQUIRED_FILES = (MANIFEST, RUN, ENVIRONMENT, JOURNAL, GATES)
 #: Folders of a run that go into a bundle; anything else in a run folder is scratch.
 FOLDERS = ("records", "samples", "logs")

@@ -16,7 +16,7 @@ _END: tuple[str, ...] = ("finished", "failed", "interrupted")
 
 @dataclass(frozen=True)
 class Event:
-    """One line of ``journal.jsonl``. ``records`` and ``sha256`` come with ``finished`` only."""
+    """One line of ``journal.jsonl``. ``records`` and ``sha256`` come with ``finished``, ``log`` with a crash."""
 
     time: str
     event: str
@@ -25,6 +25,7 @@ class Event:
     error: str = ""
     records: int | None = None
     sha256: str | None = None
+    log: str = ""
 
 
 @dataclass(frozen=True)
@@ -116,7 +117,7 @@ def _event(value: Any, where: str) -> Event:
     records, sha = value.get("records"), value.get("sha256")
     if kind == "finished" and not (isinstance(records, int) and isinstance(sha, str)):
         raise BundleError(f"{where}: finished without the number (records) and digest (sha256) of its records")
-    return Event(text("time", ""), kind, text("unit"), attempt, text("error", ""), records, sha)
+    return Event(text("time", ""), kind, text("unit"), attempt, text("error", ""), records, sha, text("log", ""))
 
 
 def plan_problems(journal: Journal, plan: Sequence[str]) -> Iterator[str]:

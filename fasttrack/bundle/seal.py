@@ -22,6 +22,7 @@ from fasttrack.bundle.derived import derived_files
 from fasttrack.bundle.files import MAX_TOTAL_BYTES, list_files, name_problem, printable, read_bytes
 from fasttrack.bundle.hashes import HASHES, HashList
 from fasttrack.bundle.journal import plan_problems
+from fasttrack.bundle.layout import DIFF, diff_problems, is_known_name, layout_problems
 from fasttrack.bundle.planned import replan_problems
 from fasttrack.bundle.verdicts import evaluate_all, gates_document, parse_gates, scope_of, verdict_problems
 from fasttrack.errors import BundleError, UsageError
@@ -64,10 +65,16 @@ def _contents(run_dir: Path, pr: int, repo: str | None, head: str | None) -> tup
     for name in run_files(run_dir):
         if (wrong := name_problem(name)) is not None:
             raise BundleError(f"{printable(name)}: {wrong}")
+        if name.startswith("logs/") and not is_known_name(name, (), run.journal):
+            continue  # left by a kill between a log and its line in the journal
         files[name] = read(name)
         if sum(len(data) for data in files.values()) > MAX_TOTAL_BYTES:
             raise BundleError(f"has more than {MAX_TOTAL_BYTES} bytes")
-    for problem in plan_problems(run.journal, run.info.units):
+    for problem in (
+        *layout_problems(files, REQUIRED_FILES, run.journal),
+        *diff_problems(run.environment, files.get(DIFF)),
+        *plan_problems(run.journal, run.info.units),
+    ):
         raise BundleError(problem)
     scope = scope_of(run)
     for problem in replan_problems(run):

@@ -31,6 +31,7 @@ from fasttrack.bundle.files import list_files, parse_json, printable, read_bytes
 from fasttrack.bundle.files import sha256 as digest_of
 from fasttrack.bundle.hashes import HASHES, HashList, parse_hashes
 from fasttrack.bundle.journal import parse_journal, plan_problems
+from fasttrack.bundle.layout import DIFF, diff_problems, layout_problems
 from fasttrack.bundle.planned import replan_problems
 from fasttrack.bundle.verdicts import evaluate_all, parse_gates, scope_of, verdict_problems
 from fasttrack.errors import BundleError, UsageError
@@ -117,7 +118,7 @@ def _check_files(found: Verification) -> tuple[dict[str, bytes], dict[str, int]]
         wanted = expected.get(name)
         if wanted is not None and wanted.bytes != size:
             found.problems.append(f"{name}: was changed ({size} bytes, sealed with {wanted.bytes})")
-        needed = name in REQUIRED_FILES or name in DERIVED or name.startswith("records/")
+        needed = name in (*REQUIRED_FILES, *DERIVED, DIFF) or name.startswith("records/")
         if not needed and (wanted is None or wanted.bytes != size):
             continue
         data = _try(found, lambda name=name: read_bytes(found.path, name))  # type: ignore[misc]
@@ -141,6 +142,9 @@ def _check_meaning(found: Verification, contents: Mapping[str, bytes], present: 
     found.name, found.tier, found.judged_by = run.manifest.name, run.info.tier, _judged_by(run)
     found.unfinished = run.unfinished
     _check_seeds(found, run)
+    found.problems += layout_problems(present, (*REQUIRED_FILES, *DERIVED, HASHES), run.journal)
+    if DIFF in contents or DIFF not in present:
+        found.problems += diff_problems(run.environment, contents.get(DIFF))
     found.problems += plan_problems(run.journal, run.info.units)
     records = load_records(contents, contents.__getitem__, run.journal)
     found.problems += [*records.problems, *records.census.problems(run.journal)]

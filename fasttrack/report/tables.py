@@ -189,7 +189,7 @@ def _dirty(source: Mapping[str, Any]) -> str:
         return "none"
     untracked = source.get("untracked")
     files = f", {len(untracked)} untracked files" if isinstance(untracked, list) and untracked else ""
-    return f"yes: dirty.diff, sha256 {show(source.get('diff_sha256'))}{files}"
+    return f"yes: dirty.diff, where it was kept, sha256 {show(source.get('diff_sha256'))}{files}"
 
 
 def command_line(run: Run) -> str:

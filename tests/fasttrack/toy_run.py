@@ -12,6 +12,7 @@ from typing import Any
 from fake_target import TARGET
 
 from fasttrack.bundle.content import load_records, load_run, parse_manifest, reader
+from fasttrack.bundle.files import sha256
 from fasttrack.bundle.journal import Journal
 from fasttrack.bundle.planned import planned_units
 from fasttrack.bundle.verdicts import evaluate_all, gates_document, scope_of
@@ -52,6 +53,7 @@ tiers:
 cannot_show: ["Speed: this is a toy."]
 """
 HEAD = "c" * 40
+DIFF = b"--- a/x\n+++ b/x\n"
 EMULATED = Evidence(kind="emulated", device="cpu")
 FAMILIES = ("normal", "outliers", "denormals", "negative_zero", "coded")
 
@@ -198,11 +200,11 @@ def write_run(
             "machine": {"cpu": "a cpu", "cores": 2, "architecture": "x86_64", "system": "Linux", "accelerators": []},
             "python": "3.11.9",
             "packages": {"numpy": "2.0", "scipy": "1.14"},
-            "source": {"commit": HEAD, "branch": "main", "dirty": True, "diff_sha256": "d" * 64, "untracked": []},
+            "source": {"commit": HEAD, "branch": "main", "dirty": True, "diff_sha256": sha256(DIFF), "untracked": []},
             "variables": {},
         },
     )
-    (folder / "dirty.diff").write_text("--- a/x\n+++ b/x\n", newline="\n")
+    (folder / "dirty.diff").write_bytes(DIFF)
     events: list[dict[str, Any]] = []
     (folder / "records").mkdir()
     for unit, own in records.items():

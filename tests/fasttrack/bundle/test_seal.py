@@ -248,3 +248,22 @@ def test_statement_of_each_outcome(tmp_path: Path):
     del records["isolation/probe/above"]
     missing = statement("missing", records)
     assert (missing["result"], missing["failedTests"]) == ("FAILED", ["isolation.probes"])
+
+
+def test_the_log_of_a_crash_goes_in_and_one_the_journal_does_not_know_stays_out(tmp_path: Path):
+    def history(events):
+        return [*events[:-1], event("failed", events[-1]["unit"], error="ValueError: x", log="logs/a-1.log")]
+
+    run = write_run(tmp_path / "run", edit_journal=history, gates=False)
+    (run / "logs").mkdir()
+    for name in ("a-1.log", "b-1.log"):
+        (run / "logs" / name).write_text("Traceback\n")
+    bundle = seal(run, tmp_path / "b", pr=7)
+    assert [name for name in files_of(bundle) if name.startswith("logs/")] == ["logs/a-1.log"]
+    assert verify(bundle).problems == []
+
+
+def test_records_of_no_check_are_refused(run: Path, tmp_path: Path):
+    (run / "records" / "mine.jsonl").write_text("")
+    with pytest.raises(UsageError, match=r"records/mine\.jsonl: is no file of a bundle"):
+        seal(run, tmp_path / "b", pr=7)
