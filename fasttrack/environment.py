@@ -72,8 +72,10 @@ class SourceState:
 
 def source_state(root: Path) -> SourceState:
     """Commit and difference of the checkout at ``root``; untracked Python files count as difference."""
+    top = _git(root, "rev-parse", "--show-toplevel")
     commit = _git(root, "rev-parse", "HEAD")
-    if commit is None:
+    if commit is None or top is None or Path(top.strip()).resolve() != root.resolve():
+        # Installed below somebody else's repository: its commit says nothing about this code.
         return SourceState(None, None, "", ())
     branch = _git(root, "rev-parse", "--abbrev-ref", "HEAD")
     diff = _git(root, "diff", "HEAD", "--no-ext-diff", "--binary") or ""

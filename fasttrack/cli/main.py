@@ -34,7 +34,7 @@ def build(verb: str | None) -> typer.Typer:
     app = typer.Typer(
         name="fasttrack",
         help="Evidence for model-specific inference optimisations: scope -> experiment -> bundle -> verdict.",
-        epilog="Exit codes: 0 pass, 1 a required gate failed, 2 bad input, 3 not enough evidence, 4 internal error.",
+        epilog="Exit codes: 0 pass, 1 fail, 2 bad input, 3 not enough evidence, 4 internal error, 130 interrupted.",
         no_args_is_help=True,
         add_completion=False,
         rich_markup_mode=None,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from collections.abc import Sequence
 
@@ -9,7 +10,9 @@ COLOURS = {"pass": "green", "fail": "red", "inconclusive": "yellow", "not_run": 
 
 
 def plain(text: str) -> None:
-    print(text)
+    """Print a line. A reader that went away (``| head``) must not cost a finished run its exit code."""
+    with contextlib.suppress(BrokenPipeError):
+        print(text, flush=True)
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]], *, colour_column: int | None = None) -> None:
@@ -17,7 +20,7 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]], *, colour_column
     if not sys.stdout.isatty():
         widths = [max(len(str(row[i])) for row in [header, *rows]) for i in range(len(header))]
         for row in [header, *rows]:
-            print("  ".join(str(value).ljust(width) for value, width in zip(row, widths, strict=True)).rstrip())
+            plain("  ".join(str(value).ljust(width) for value, width in zip(row, widths, strict=True)).rstrip())
         return
     from rich.console import Console
     from rich.table import Table

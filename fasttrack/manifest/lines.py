@@ -11,6 +11,7 @@ import yaml
 from fasttrack.errors import ManifestError
 
 MAX_BYTES = 4 << 20
+MAX_DEPTH = 50
 Path_ = tuple[str | int, ...]
 
 
@@ -35,9 +36,12 @@ def read_yaml(path: Path) -> tuple[Any, LineMap, bytes]:
     try:
         if path.is_dir():
             raise ManifestError("is a folder", where=str(path), expected="a YAML file")
-        if path.stat().st_size > MAX_BYTES:
+        if path.exists() and not path.is_file():
+            raise ManifestError("is no regular file", where=str(path), expected="a YAML file")
+        with path.open("rb") as file:
+            raw = file.read(MAX_BYTES + 1)
+        if len(raw) > MAX_BYTES:
             raise ManifestError(f"is larger than {MAX_BYTES} bytes", where=str(path), expected="a manifest")
-        raw = path.read_bytes()
     except FileNotFoundError:
         raise ManifestError("no such file", where=str(path), expected="a manifest, e.g. one of configs/") from None
     except OSError as error:
@@ -48,7 +52,11 @@ def read_yaml(path: Path) -> tuple[Any, LineMap, bytes]:
         line = raw[: error.start].count(b"\n") + 1
         raise ManifestError("is not UTF-8", where=f"{path}:{line}", expected="UTF-8 text") from None
     try:
+        depth = 0
         for event in yaml.parse(text, Loader=yaml.SafeLoader):
+            depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+            if depth > MAX_DEPTH:
+                raise ManifestError("nested too deeply", where=str(path), expected=f"at most {MAX_DEPTH} levels")
             if isinstance(event, yaml.AliasEvent):  # a few nested ones expand to gigabytes
                 line = event.start_mark.line + 1 if event.start_mark else 1
                 raise ManifestError("uses a YAML alias", where=f"{path}:{line}", expected="every value written out")
@@ -66,9 +74,7 @@ def read_yaml(path: Path) -> tuple[Any, LineMap, bytes]:
     return data, lines, raw
 
 
-def _walk(node: yaml.Node, path: Path_, lines: LineMap, file: Path, depth: int = 0) -> None:
-    if depth > 50:
-        raise ManifestError("nested too deeply", where=str(file), expected="at most 50 levels")
+def _walk(node: yaml.Node, path: Path_, lines: LineMap, file: Path) -> None:
     if isinstance(node, yaml.MappingNode):
         seen: set[str] = set()
         for key_node, value_node in node.value:
@@ -78,8 +84,8 @@ def _walk(node: yaml.Node, path: Path_, lines: LineMap, file: Path, depth: int =
                 raise ManifestError(f"{key}: given twice", where=f"{file}:{line}", expected="each key once")
             seen.add(key)
             lines.add((*path, key), line)
-            _walk(value_node, (*path, key), lines, file, depth + 1)
+            _walk(value_node, (*path, key), lines, file)
     elif isinstance(node, yaml.SequenceNode):
         for index, child in enumerate(node.value):
             lines.add((*path, index), child.start_mark.line + 1)
-            _walk(child, (*path, index), lines, file, depth + 1)
+            _walk(child, (*path, index), lines, file)

@@ -51,6 +51,10 @@ def make_plan(
     name = tier or manifest.default_tier
     if name not in manifest.tiers:
         raise UsageError(f"no tier {name!r}", where=where, expected=f"one of: {', '.join(manifest.tiers)}")
+    if not manifest.cells(name):
+        raise UsageError(
+            f"tier {name} selects no cell", where=where, expected="a selection that some row of the scope has"
+        )
     gates = [*manifest.gates.required, *manifest.gates.optional]
     check_names(gates, where=where)
     wanted = list(dict.fromkeys(check_of(gate) for gate in gates))

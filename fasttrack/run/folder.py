@@ -9,10 +9,11 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import shutil
 from collections.abc import Mapping
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from fasttrack.errors import UsageError
 from fasttrack.run.journal import Journal, read_journal
@@ -75,20 +76,49 @@ class RunFolder:
         return (self.path / "gates.json").is_file()
 
     def create(self, manifest: bytes, facts: Mapping[str, Any], environment: Mapping[str, Any], diff: str) -> None:
-        """Write the files that exist from the start; ``run.json`` last, since it makes the folder a run."""
-        self.records.mkdir(parents=True)
-        (self.path / "manifest.yaml").write_bytes(manifest)
-        write_json(self.path / "environment.json", environment)
-        if diff:
-            write_atomic(self.path / "dirty.diff", diff)
-        write_json(self.path / "run.json", facts)
+        """Write the files that exist from the start. The folder appears whole or not at all."""
+        temporary = self.path.with_name(f".{self.path.name}.{os.getpid()}")
+        try:
+            (temporary / "records").mkdir(parents=True)
+            (temporary / "manifest.yaml").write_bytes(manifest)
+            write_json(temporary / "environment.json", environment)
+            if diff:
+                write_atomic(temporary / "dirty.diff", diff)
+            write_json(temporary / "run.json", facts)
+            (temporary / "journal.jsonl").touch()
+            temporary.replace(self.path)
+        except OSError as error:
+            shutil.rmtree(temporary, ignore_errors=True)
+            expected = "a place for a new run folder"
+            raise UsageError(f"cannot be written ({error.strerror})", where=str(self.path), expected=expected) from None
+
+    def lock(self) -> TextIO | None:
+        """Hold the run for this process until the file is closed; None if another process holds it."""
+        file = (self.path / "journal.jsonl").open("a", encoding="utf-8")
+        try:
+            import fcntl  # not everywhere: planning works on systems without it
+
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except ImportError:
+            return file
+        except OSError:
+            file.close()
+            return None
+        return file
 
 
 def usable_parent(path: Path, option: str) -> Path:
     """A folder that exists or can be made; a regular file in its place is bad input."""
+    try:
+        path.exists()
+    except OSError as error:
+        expected = "a place for a folder"
+        raise UsageError(f"cannot be written ({error.strerror})", where=f"{option} {path}", expected=expected) from None
     for part in (path, *path.parents):
         if part.is_file():
             raise UsageError("is a regular file", where=f"{option} {part}", expected="a folder")
+        if part.exists() != part.is_dir() or (part.is_symlink() and not part.exists()):
+            raise UsageError("is no folder", where=f"{option} {part}", expected="a folder")
         if part.is_dir():
             if not os.access(part, os.W_OK):
                 raise UsageError("is not writable", where=f"{option} {part}", expected="a writable folder")
@@ -100,7 +130,11 @@ def find_unfinished(runs: Path, wanted: str) -> RunFolder | None:
     """The newest unfinished run with this identity, if there is one."""
     for path in sorted(runs.glob("*/run.json"), reverse=True):
         folder = RunFolder(path.parent)
-        if not folder.finished and folder.facts().get("identity") == wanted:
+        try:
+            same = not folder.finished and folder.facts().get("identity") == wanted
+        except UsageError:
+            continue  # somebody else's file: not a run to continue
+        if same:
             return folder
     return None
 

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import hashlib
 import sys
+import tempfile
 import traceback
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from fasttrack import SCHEMA_VERSION
 from fasttrack.bundle.verdicts import gates_document
@@ -20,7 +21,7 @@ from fasttrack.checks import CHECKS
 from fasttrack.checks.base import Context, Unit
 from fasttrack.engines.cache import EngineCache
 from fasttrack.environment import checkout_root, collect_environment, source_state
-from fasttrack.errors import EvidenceError, FasttrackError
+from fasttrack.errors import EvidenceError, FasttrackError, UsageError
 from fasttrack.gates import GateResult, Scope, evaluate, overall
 from fasttrack.manifest import Manifest, load_manifest, manifest_digest
 from fasttrack.plan.planner import Plan, make_plan
@@ -95,9 +96,14 @@ def validate(request: Request, reporter: Reporter | None = None) -> Outcome:
         raise EvidenceError(f"{request.manifest}: {prepared.plan.gap}; nothing was run")
     folder_argument = request.run_dir or request.runs
     usable_parent(folder_argument, "--run" if request.run_dir else "--runs")
-    preflight(prepared, request.manifest)
-    folder, resumed, seeds = _open_folder(request, prepared)
-    _execute(prepared, folder, seeds, reporter or Silent())
+    checkpoint = preflight(prepared, request.manifest)
+    folder, resumed, seeds, lock = _open_folder(request, prepared, checkpoint)
+    with lock:
+        return _run(prepared, folder, resumed, seeds, reporter or Silent())
+
+
+def _run(prepared: Prepared, folder: RunFolder, resumed: bool, seeds: Seeds, reporter: Reporter) -> Outcome:
+    _execute(prepared, folder, seeds, reporter)
     results = judge(prepared.plan.scope, folder)
     verdict = overall(prepared.plan.scope, results)
     facts = folder.facts()
@@ -106,15 +112,26 @@ def validate(request: Request, reporter: Reporter | None = None) -> Outcome:
     return Outcome(folder.path, verdict, results, resumed)
 
 
-def preflight(prepared: Prepared, path: Path) -> None:
-    """Everything that can be refused before a run folder exists: checkpoint, data sets, options."""
-    check_options = getattr(prepared.target, "preflight", None)
-    if check_options is not None:
-        check_options(prepared.manifest.engine.kind, prepared.manifest.engine.options, path.parent)
+def preflight(prepared: Prepared, path: Path) -> str:
+    """Refuse before a run folder exists what can be refused: checkpoint, data sets, options.
+
+    Builds the stock engine of the first cell, and returns the digest of its checkpoint; empty for engines that
+    are too heavy to start twice.
+    """
     for name in prepared.plan.checks:
         check_data = getattr(CHECKS[name], "preflight", None)
         if check_data is not None:
             check_data(prepared.manifest, prepared.plan.tier, path.parent)
+    if prepared.manifest.engine.kind != "embedded":
+        return ""
+    cell = prepared.plan.scope.cells()[0]
+    with tempfile.TemporaryDirectory() as folder:
+        engines = EngineCache(prepared.target, prepared.plan.scope, Path(folder), seed=0)
+        try:
+            engine = engines.get("stock", tp=cell.tp, dcp=1, draft_length=0, acceptance="none")
+            return engine.info().checkpoint
+        finally:
+            engines.close()
 
 
 def judge(scope: Scope, folder: RunFolder) -> list[GateResult]:
@@ -124,7 +141,7 @@ def judge(scope: Scope, folder: RunFolder) -> list[GateResult]:
     return evaluate(scope, records)
 
 
-def _open_folder(request: Request, prepared: Prepared) -> tuple[RunFolder, bool, Seeds]:
+def _open_folder(request: Request, prepared: Prepared, checkpoint: str) -> tuple[RunFolder, bool, Seeds, TextIO]:
     source = source_state(checkout_root())
     environment = collect_environment(source)
     digest = manifest_digest(prepared.raw)
@@ -141,13 +158,22 @@ def _open_folder(request: Request, prepared: Prepared) -> tuple[RunFolder, bool,
         "argv": list(request.argv),
     }
     same = {key: facts[key] for key in ("tier", "checks", "seeds", "plan", "data")}
-    facts["identity"] = identity({**same, "environment": environment, "diff": source.diff_sha256})
+    facts["identity"] = identity(
+        {**same, "environment": environment, "diff": source.diff_sha256, "checkpoint": checkpoint}
+    )
     existing = _existing(request, str(facts["identity"]))
     if existing is not None:
-        return existing, True, seeds
+        lock = existing.lock()
+        if lock is not None:
+            return existing, True, seeds, lock
+        if request.run_dir:
+            raise UsageError("is in use by another fasttrack", where=f"--run {existing.path}", expected="a free folder")
     folder = RunFolder(request.run_dir) if request.run_dir else new_folder(request.runs, prepared.manifest.name)
     folder.create(prepared.raw, {**facts, "started": now()}, environment, source.diff)
-    return folder, False, seeds
+    lock = folder.lock()
+    if lock is None:
+        raise UsageError("is in use by another fasttrack", where=str(folder.path), expected="a free folder")
+    return folder, False, seeds, lock
 
 
 def _existing(request: Request, wanted: str) -> RunFolder | None:

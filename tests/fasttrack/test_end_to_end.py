@@ -173,6 +173,8 @@ def _verdicts(outcome: dict[str, Any]) -> list[tuple[str, str]]:
         ({"target": "moon"}, ["toy.yaml"], "'moon'"),
         ({"gates": {"required": ["moon.phase"]}}, ["toy.yaml"], "'moon.phase'"),
         ({}, ["toy.yaml", "--tier", "full"], "'full'"),
+        ({"tiers": {"smoke": {"minutes": 1, "cells": {"tp": [64]}}}}, ["toy.yaml"], "selects no cell"),
+        ({}, ["toy.yaml", "--run", "x" * 300], "cannot be written"),
         ({}, ["toy.yaml", "--check", "moon"], "'moon'"),
         ({}, ["toy.yaml", "--runs", "toy.yaml"], "regular file"),
         ({}, ["toy.yaml", "--run", "toy.yaml"], "regular file"),
@@ -193,6 +195,17 @@ def test_bad_input_is_one_line_exit_2_and_leaves_nothing(shell: Shell, manifest:
     assert words in done.stderr
     assert len(done.stderr.strip().splitlines()) == 1
     assert sorted(p.name for p in shell.folder.iterdir()) == before
+
+
+def test_two_runs_at_a_time_do_not_share_a_folder(shell: Shell):
+    shell.manifest(gates={"required": ["isolation.refusals", "numerics.error"]})
+    command = shell.command("validate", "toy.yaml", "-q")
+    both = [subprocess.Popen(command, cwd=shell.folder, env=shell.environment) for _ in range(2)]
+    assert [process.wait() for process in both] == [0, 0]
+    runs = list((shell.folder / "runs").iterdir())
+    assert len(runs) == 2
+    for folder in runs:
+        assert shell.run("bundle", "--pr", "7", "--run", str(folder)).returncode == 0
 
 
 def test_missing_hardware_is_said_before_anything_runs(shell: Shell):
