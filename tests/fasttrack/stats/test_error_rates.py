@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+from fasttrack.stats import Design, PairedScores, lower_bound, pass_probability
 from fasttrack.stats.error_rates import MARGIN, World, report, worlds
 
 #: Three standard errors of a 5 % rate over 10,000 draws above the nominal level.
@@ -48,3 +49,28 @@ def test_the_report_is_a_table_of_every_cell():
     assert text.count("| population |") == 9
     assert "joint verdict" in text
     assert "AIME25 2, GPQA-Diamond 2" in text
+
+
+def fuzzy(rng, questions, repeats, drop):
+    """Similarity scores between 0 and 1: a question's ability, blurred by every run; the drop scales it."""
+    ability = rng.beta(1.2, 0.8, size=(questions, 1))
+
+    def runs(level):
+        return np.clip(rng.beta(6 * level + 1e-3, 6 * (1 - level) + 1e-3, size=(questions, repeats)), 0, 1)
+
+    return PairedScores(runs(ability), runs(ability * (1 - drop / 0.6)))
+
+
+@pytest.mark.slow
+def test_false_pass_rate_of_fuzzy_scores():
+    rng = np.random.default_rng(3)
+    passed = [lower_bound(fuzzy(rng, 100, 4, MARGIN), "population") >= -MARGIN for _ in range(1500)]
+    assert np.mean(passed) <= LIMIT + 0.012  # three standard errors of 1,500 draws
+
+
+@pytest.mark.slow
+def test_fuzzy_scores_pass_unchanged_at_least_as_often_as_planned():
+    rng = np.random.default_rng(4)
+    passed = [lower_bound(fuzzy(rng, 200, 16, 0.0), "population") >= -MARGIN for _ in range(300)]
+    planned = pass_probability(Design(200, 16, 0.6, MARGIN), 0.0)
+    assert np.mean(passed) > planned - 0.03
