@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from fasttrack.bundle.files import printable
 from fasttrack.cli.output import plain, table
@@ -14,16 +15,27 @@ MAX_LINE, MAX_CELL = 4000, 400
 def say(text: str) -> None:
     """Print ``text``; each of its lines is made harmless. JSON of any length stays as it is, being ASCII."""
     _encodable()
-    if text.isascii() and all(c >= " " or c == "\n" for c in text):
-        plain(text)
-    else:
-        plain("\n".join(printable(line, MAX_LINE) for line in text.split("\n")))
+    if not (text.isascii() and all(c >= " " or c == "\n" for c in text)):
+        text = "\n".join(printable(line, MAX_LINE) for line in text.split("\n"))
+    _while_read(lambda: plain(text))
 
 
 def say_table(header: Sequence[str], rows: Sequence[Sequence[str]], *, colour_column: int | None = None) -> None:
     """:func:`fasttrack.cli.output.table` with harmless cells."""
     _encodable()
-    table(header, [[printable(str(value), MAX_CELL) for value in row] for row in rows], colour_column=colour_column)
+    shown = [[printable(str(value), MAX_CELL) for value in row] for row in rows]
+    _while_read(lambda: table(header, shown, colour_column=colour_column))
+
+
+def _while_read(write: Callable[[], None]) -> None:
+    """Print, unless nobody reads: a closed standard output must not change what a command finds and exits with."""
+    if sys.stdout is None:
+        return
+    try:
+        write()
+        sys.stdout.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _encodable() -> None:

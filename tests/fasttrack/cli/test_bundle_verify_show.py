@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -221,3 +224,23 @@ def test_a_verdict_that_does_not_follow_names_the_code_that_judged(home: Path, c
     assert code == 1
     assert "verdict 'fail' does not follow: records give 'pass'" in out
     assert f"note     says it was judged by fasttrack 0.1.0, commit {HEAD}" in out
+
+
+@pytest.mark.skipif(os.name == "nt", reason="POSIX shell")
+@pytest.mark.parametrize("closed", ["pipe", "descriptor"])
+def test_a_closed_standard_output_leaves_the_exit_code_alone(home: Path, capsys, closed: str):
+    path = sealed(capsys)
+    program = [sys.executable, "-c", "from fasttrack.cli.main import main; main()"]
+
+    def code(*arguments: str) -> tuple[int, str]:
+        reader, writer = os.pipe()
+        os.close(reader)
+        shell = ["sh", "-c", 'exec "$@" >&-', "sh"] if closed == "descriptor" else []
+        done = subprocess.run([*shell, *program, *arguments], stdout=writer, stderr=subprocess.PIPE, text=True)
+        os.close(writer)
+        return done.returncode, done.stderr
+
+    assert code("verify", path) == (0, "")
+    assert code("show", path) == (0, "")
+    (Path(path) / "report.md").write_text("mine")
+    assert code("verify", path) == (1, "")
