@@ -58,7 +58,10 @@ class Verification:
     results: list[GateResult] = field(default_factory=list)
     binding: Binding | None = None
     name: str = ""
+    manifest_sha256: str = ""
     tier: str = ""
+    planned: int = 0  #: work units of the plan
+    required: list[str] = field(default_factory=list)  #: gates that the manifest requires
     unfinished: list[str] = field(default_factory=list)  #: planned units without a finished attempt
     judged_by: str = ""  #: version and commit of the fasttrack that ran and judged, as the bundle states them
 
@@ -140,7 +143,8 @@ def _check_meaning(found: Verification, contents: Mapping[str, bytes], present: 
     if run is None:
         return
     found.name, found.tier, found.judged_by = run.manifest.name, run.info.tier, _judged_by(run)
-    found.unfinished = run.unfinished
+    found.manifest_sha256, found.required = run.manifest_sha256, list(run.manifest.gates.required)
+    found.planned, found.unfinished = len(run.info.units), run.unfinished
     _check_seeds(found, run)
     found.problems += layout_problems(present, (*REQUIRED_FILES, *DERIVED, HASHES), run.journal)
     if DIFF in contents or DIFF not in present:

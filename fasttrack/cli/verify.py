@@ -38,7 +38,10 @@ def verify(
             "origin": found.origin,
             "verdict": found.verdict,
             "name": found.name or None,
+            "manifest_sha256": found.manifest_sha256 or None,
             "tier": found.tier or None,
+            "required": found.required,
+            "planned": found.planned,
             "unfinished": found.unfinished,
             "binding": found.binding.state if found.binding else None,
             "problems": found.problems,
@@ -47,12 +50,17 @@ def verify(
         say(json.dumps(values, indent=1))
         return code
     say(f"root     {found.root or 'none'}")
+    if found.name:
+        say(f"manifest {found.name}, sha256 {found.manifest_sha256}")
+        say(f"tier     {found.tier}, {found.planned - len(found.unfinished)} of {found.planned} planned units finished")
     if found.intact:
         rows = [[result.gate, result.verdict, result.reason] for result in found.results]
         say_table(["gate", "verdict", "recomputed from raw records"], rows, colour_column=1)
+        passed = sum(result.verdict == "pass" and result.gate in found.required for result in found.results)
+        say(f"required {passed} of {len(found.required)} required gates passed")
     if found.binding is not None:
         say(f"about    {found.binding.sentence}")
-    for unit in found.unfinished:
+    for unit in found.unfinished[:MAX_PROBLEMS]:
         say(f"missing  unit {unit} did not finish: the run cannot pass")
     for problem in found.problems[:MAX_PROBLEMS]:
         say(f"problem  {problem}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import subprocess
@@ -244,3 +245,29 @@ def test_a_closed_standard_output_leaves_the_exit_code_alone(home: Path, capsys,
     assert code("show", path) == (0, "")
     (Path(path) / "report.md").write_text("mine")
     assert code("verify", path) == (1, "")
+
+
+def test_verify_says_what_was_judged_and_what_did_not_finish(home: Path, capsys):
+    path = sealed(capsys)
+    manifest = hashlib.sha256((Path(path) / "manifest.yaml").read_bytes()).hexdigest()
+    out = call(capsys, "verify", path)[1].splitlines()
+    assert f"manifest toy, sha256 {manifest}" in out
+    assert "tier     smoke, 13 of 13 planned units finished" in out
+    assert "required 4 of 4 required gates passed" in out
+    assert not [line for line in out if line.startswith("missing")]
+
+    def history(events):
+        return [*events[:-1], event("failed", events[-1]["unit"])]
+
+    write_run(Path("crashed"), edit_journal=history, gates=False)
+    path, unit = sealed(capsys, "--run", "crashed"), "performance/decode/tp2/r1/dl0/dcp1/short"
+    code, text, _ = call(capsys, "verify", path, "--require", "pass")
+    out = text.splitlines()
+    assert code == 1
+    assert "tier     smoke, 12 of 13 planned units finished" in out
+    assert "required 4 of 4 required gates passed" in out
+    assert f"missing  unit {unit} did not finish: the run cannot pass" in out
+    assert "verdict  inconclusive (follows from the records)" in out
+    values = json.loads(call(capsys, "verify", path, "--json")[1])
+    assert (values["unfinished"], values["planned"], len(values["required"])) == ([unit], 13, 4)
+    assert values["manifest_sha256"] == manifest
