@@ -31,7 +31,7 @@ class FeatureRun:
         self.ctx = replace(ctx, write=self._write)
         self._append = ctx.write
         self.numbers: dict[str, float] = {}
-        self.stock_served = False
+        self.asked = "stock"  #: the arm that was last asked for something
         self._left = ctx.scope.knobs.profiled_steps
         self._engine: dict[str, tuple[Engine, EngineInfo]] = {}
 
@@ -98,6 +98,7 @@ class FeatureRun:
         Some specialised steps of the optimised arm are profiled. ``details`` go into the requests' records, by id;
         ``record`` false leaves the completions out, not the steps.
         """
+        self.asked = arm
         engine, info = self.engine(arm) if fresh or arm not in self._engine else self._engine[arm]
         watched = WatchedRun(
             engine,
@@ -107,7 +108,6 @@ class FeatureRun:
         run = f"{self.unit.name}/{arm}/{name}"
         done = watched.generate(self.ctx, requests, run, keep_logits=keep_logits)
         self._left = watched.left if arm == "optimized" else self._left
-        self.stock_served |= arm == "stock"
         watched.write(self.ctx, arm=arm, cell=self._cell(arm), info=info)
         if arm == "optimized":
             self._count_reports(watched)
@@ -175,15 +175,15 @@ class FeatureRun:
         self._write(record.model_copy(update={"held": not explanation, "explanation": explanation}))
 
     def refuse(self, reasons: Sequence[str], *, at_start: bool) -> None:
-        """The feature could not be run; it is the optimised arm's fault where stock had served the same requests."""
+        """The feature could not be run; a request that stock takes and the optimised arm does not is a fault of it."""
         self.ctx.record(
             RefusalRecord,
-            arm="optimized" if self.stock_served else "stock",
+            arm=self.asked,
             evidence=Evidence(kind="emulated", device="none: refused"),
             deployment={
                 "feature": self.unit.feature,
                 "variant": self.unit.variant,
-                "stock_served": self.stock_served and not at_start,
+                "stock_served": self.asked == "optimized" and not at_start,
             },
             refused=True,
             reasons=list(reasons),
