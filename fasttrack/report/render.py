@@ -112,7 +112,9 @@ def verdict_sentence(
         text += "; " + ", ".join(f"{cell(name)} {verdicts.get(name, 'not_run')}" for name in missed)
     if unfinished:
         text += "; " + listing((f"unit {cell(name)} did not finish" for name in unfinished), 3)
-    text += "."
+    claimed = set(scope.manifest.all_cells())
+    run = len(claimed.intersection(scope.cells()))
+    text += f". {run} of {count(len(claimed), 'claimed cell')} run in this tier."
     if optional:
         named = ", ".join(f"{cell(name)} {verdicts.get(name, 'not_run')}" for name in optional)
         text += f" Optional gates that did not pass: {named}."

@@ -63,6 +63,18 @@ def test_first_line_says_verdict_evidence_and_that_scores_say_nothing(tmp_path: 
     assert "trained" not in report(tmp_path / "t", manifest=trained).splitlines()[0]
 
 
+def test_first_line_says_how_much_of_the_claim_the_tier_ran(tmp_path: Path):
+    assert "passed. 2 of 3 claimed cells run in this tier. Optional" in report(tmp_path).splitlines()[0]
+    wide = MANIFEST.replace("cells: {requests: [1, 2], named: false}", "cells: {requests: [1, 2, 4], named: false}")
+    assert " 3 of 3 claimed cells run in this tier." in report(tmp_path / "w", manifest=wide).splitlines()[0]
+
+
+def test_the_nonce_is_not_said_to_show_more_than_is_checked(tmp_path: Path):
+    text = report(tmp_path)
+    assert "younger than the nonce" not in text
+    assert "not that the records were drawn with it" in text
+
+
 def test_first_line_names_the_gates_that_failed_or_lack_evidence(tmp_path: Path):
     records = default_records()
     records["numerics/normal"][0] = numerics("toy::update", "normal", worst=40.0, failing=9)
