@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Callable, Sequence
 
@@ -29,13 +28,8 @@ def say_table(header: Sequence[str], rows: Sequence[Sequence[str]], *, colour_co
 
 def _while_read(write: Callable[[], None]) -> None:
     """Print, unless nobody reads: a closed standard output must not change what a command finds and exits with."""
-    if sys.stdout is None:
-        return
-    try:
+    if sys.stdout is not None:  # a reader that went away is output.plain's to bear
         write()
-        sys.stdout.flush()
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _encodable() -> None:
