@@ -59,7 +59,7 @@ def manifest(gate: str, row: dict[str, Any]) -> Manifest:
             "tiers": {
                 "smoke": {
                     "minutes": 1,
-                    "fidelity_sequences": 2,
+                    "fidelity_sequences": 8,
                     "fidelity_tokens": 24,
                     "decode_steps": 3,
                     "profiled_steps": 2,

@@ -24,7 +24,7 @@ MANIFEST: dict[str, Any] = {
     "engine": {"kind": "embedded", "options": {"checkpoint": "tiny-a"}, "exact_options": {"precision": "fp32"}},
     "scope": [{"name": "plain", "tp": [8], "requests": [1, 2, 4]}],
     "gates": {"required": ["evals.fidelity", "evals.routing"]},
-    "tiers": {"smoke": {"minutes": 1, "fidelity_sequences": 7, "fidelity_tokens": 10}},
+    "tiers": {"smoke": {"minutes": 1, "fidelity_sequences": 24, "fidelity_tokens": 10}},
 }
 
 
