@@ -16,7 +16,8 @@ from fasttrack.gates.features import judge, witnesses
 from fasttrack.records import CellKey, Evidence, FeatureRecord, GenerationRecord, RefusalRecord
 from fasttrack.target import Completion, Engine, EngineInfo, Request, Sampling
 
-_PLAIN = asdict(Sampling(ignore_eos=True))
+#: What scenarios start from: greedy, and two alternatives per token, which tell a tie from a difference.
+GREEDY = Sampling(ignore_eos=True, logprobs=2)
 
 
 class FeatureRun:
@@ -77,7 +78,7 @@ class FeatureRun:
                 id=f"r{i}",
                 prompt=token_prompt(rng, prompt_tokens, self.info()),
                 max_tokens=tokens,
-                sampling=Sampling(ignore_eos=True),
+                sampling=GREEDY,
             )
             for i in range(count or self.cell.requests)
         ]
@@ -144,7 +145,7 @@ class FeatureRun:
             text=done.text,
             logprobs=done.logprobs,
             top_logprobs=done.top_logprobs,
-            sampling={k: v for k, v in asdict(request.sampling).items() if v != _PLAIN[k]},
+            sampling={k: v for k, v in asdict(request.sampling).items() if v != getattr(GREEDY, k)},
             arrival_time=done.arrival_time,
             token_times=list(done.token_times),
             cached_tokens=done.cached_tokens,

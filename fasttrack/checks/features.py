@@ -11,12 +11,12 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from fasttrack.checks.base import Context, Unit
-from fasttrack.checks.feature_run import FeatureRun
+from fasttrack.checks.feature_run import GREEDY, FeatureRun
 from fasttrack.checks.feature_sampling import sampling
 from fasttrack.checks.feature_stops import stop
 from fasttrack.errors import EvidenceError, UsageError
 from fasttrack.gates.features import RULES, feature_units
-from fasttrack.target import DeploymentRefused, Sampling
+from fasttrack.target import DeploymentRefused
 
 if TYPE_CHECKING:
     from fasttrack.manifest.model import Manifest
@@ -86,7 +86,16 @@ def structured_output(run: FeatureRun) -> None:
     kinds: list[dict[str, Any]] = [{"json_schema": SCHEMA}, {"regex": REGEX}]
     plain = run.requests(4 * TOKENS, count=max(4, run.cell.requests))
     asked = [
-        replace(r, sampling=Sampling(structured=kinds[i % 2], temperature=float(i % 4 > 1), seed=run.seed(r.id)))
+        replace(
+            r,
+            sampling=replace(
+                GREEDY,
+                ignore_eos=False,
+                structured=kinds[i % 2],
+                temperature=float(i % 4 > 1),
+                seed=run.seed(r.id) if i % 4 > 1 else 0,
+            ),
+        )
         for i, r in enumerate(plain)
     ]
     run.both(asked, "asked")
@@ -124,7 +133,7 @@ def prefix_reuse(run: FeatureRun) -> None:
     """
     shared = run.requests(TOKENS // 3, count=4, prompt_tokens=6 * TOKENS)
     ends = run.requests(TOKENS // 3, count=4, prompt_tokens=5, purpose="ends")
-    asked = [replace(r, sampling=replace(r.sampling, logprobs=1), arrival_step=ALONE * i) for i, r in enumerate(shared)]
+    asked = [replace(r, arrival_step=ALONE * i) for i, r in enumerate(shared)]
     # Half of the warming requests are the same prompts, half end otherwise.
     warming = [
         replace(r, id=f"w{i}", prompt=r.prompt if i % 2 else r.prompt[: 4 * TOKENS] + ends[i].prompt, max_tokens=2)

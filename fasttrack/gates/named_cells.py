@@ -5,11 +5,13 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fasttrack.gates.base import GateResult, Number, Scope, group_by, select, some
-from fasttrack.manifest.model import NamedCell
 from fasttrack.records import GenerationRecord, PerformanceRecord, StepRecord
+
+if TYPE_CHECKING:
+    from fasttrack.manifest.model import NamedCell
 
 ARMS = ("stock", "optimized")
 #: Standard errors by which the mean of a fractional synthetic acceptance may miss: once in a million honest runs.
