@@ -32,7 +32,7 @@ def fidelity(scope: Scope, records: Sequence[Any]) -> GateResult:
     name = "evals.fidelity"
     found = select(records, FidelityRecord)
     if not found:
-        return _nothing(name, records, ("fidelity", "fidelity-exact"), "No sequence was teacher-forced")
+        return nothing_measured(name, records, ("fidelity", "fidelity-exact"), "No sequence was teacher-forced")
     primaries, broken, unsure, numbers = list[Primary](), list[str](), list[str](), list[Number]()
     for key, own in group_by(found, _bucket).items():
         exact, margins = own[0].exact, scope.manifest.margins
@@ -55,13 +55,13 @@ def fidelity(scope: Scope, records: Sequence[Any]) -> GateResult:
         inside = bounds.upper <= math.log(limit)
         text = f"{key}: {math.exp(bounds.mean):.3g} times stock's error, bound {_exp(bounds.upper):.3g}"
         primaries.append(Primary(inside, None, text))
-        for deployment, part in group_by(pairs, lambda pair: _deployment(pair[0].cell)).items():
+        for deployment, part in group_by(pairs, lambda pair: deployment_of(pair[0].cell)).items():
             ratios = [_log_ratio(a, b) for a, b in part]
             where = f"{key} {deployment}"
             text = f"{where}: {math.exp(sum(ratios) / len(ratios)):.3g} times stock's error"
             primaries.append(Primary(True, _breach(ratios, math.log(limit)), text))
             broken += _broken(where, part, 1 + margins.fidelity)
-        unsure += _vacuous(records, pairs)
+        unsure += vacuous(records, pairs)
     most = 1 + scope.manifest.margins.fidelity
     passed = f"The optimised arm's error to the oracle is at most {most:.3g} times stock's own"
     return conclude(
@@ -77,7 +77,7 @@ def routing(scope: Scope, records: Sequence[Any]) -> GateResult:
     name = "evals.routing"
     found = select(records, RoutingRecord)
     if not found:
-        return _nothing(name, records, ("fidelity", "fidelity-exact"), "The engine tells no chosen experts")
+        return nothing_measured(name, records, ("fidelity", "fidelity-exact"), "The engine tells no chosen experts")
     limit = 1 + scope.manifest.margins.routing
     primaries, unsure, numbers = list[Primary](), list[str](), list[Number]()
     for key, own in group_by(found, _bucket).items():
@@ -88,7 +88,7 @@ def routing(scope: Scope, records: Sequence[Any]) -> GateResult:
             continue
         for where, part, judged in (
             (key, pairs, True),
-            *((f"{key} {d}", p, False) for d, p in group_by(pairs, lambda pair: _deployment(pair[0].cell)).items()),
+            *((f"{key} {d}", p, False) for d, p in group_by(pairs, lambda pair: deployment_of(pair[0].cell)).items()),
         ):
             differ = [a.sets_differ for a, _ in part], [b.sets_differ for _, b in part]
             seen = ratio_of_totals(*differ, limit, ([a.choices for a, _ in part], [b.choices for _, b in part]))
@@ -103,7 +103,7 @@ def routing(scope: Scope, records: Sequence[Any]) -> GateResult:
                 numbers.append(
                     Number(f"expert sets unlike the oracle's {key}", sum(differ[1]), unit, f"<= {limit:.4g}")
                 )
-        unsure += _vacuous(records, pairs)
+        unsure += vacuous(records, pairs)
     passed = f"Experts differ from the oracle's at most {limit:.3g} times as often as in stock"
     failed = "Other experts than stock chooses"
     return conclude(name, primaries, numbers=numbers, passed=passed, failed=failed, unsure=unsure)
@@ -133,7 +133,7 @@ def _bucket(record: Any) -> str:
     return f"{step}/{context}" + ("/exact" if record.exact else "")
 
 
-def _deployment(cell: CellKey | None) -> str:
+def deployment_of(cell: CellKey | None) -> str:
     return f"tp{cell.tp}/dl{cell.draft_length}/dcp{cell.dcp}" if cell else "any"
 
 
@@ -204,7 +204,7 @@ def _worst_layer(records: Sequence[RoutingRecord]) -> str:
     return f", most in layer {max(layers, key=lambda layer: layers[layer])}" if layers else ""
 
 
-def _vacuous(records: Sequence[Any], pairs: Pairs) -> list[str]:
+def vacuous(records: Sequence[Any], pairs: Pairs) -> list[str]:
     """Why the sequences do not speak about the optimised path; empty when they do."""
     reasons = []
     for unit in dict.fromkeys(b.unit for _, b in pairs):
@@ -218,7 +218,7 @@ def _vacuous(records: Sequence[Any], pairs: Pairs) -> list[str]:
     return reasons
 
 
-def _nothing(gate: str, records: Sequence[Any], what: Sequence[str], reason: str) -> GateResult:
+def nothing_measured(gate: str, records: Sequence[Any], what: Sequence[str], reason: str) -> GateResult:
     said = [r.reason for r in select(records, NotMeasuredRecord) if r.what in what]
     text = f"{reason}: {said[0]}" if said else reason
     return GateResult(gate=gate, verdict="not_run", reason=f"{text.rstrip('.')}.")

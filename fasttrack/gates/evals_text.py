@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from fasttrack.gates.base import GateResult, Number, Scope, group_by, select
-from fasttrack.gates.evals import _deployment, _nothing, _vacuous
+from fasttrack.gates.evals import deployment_of, nothing_measured, vacuous
 from fasttrack.gates.primaries import Primary, conclude, ratio_of_totals
 from fasttrack.records import AcceptanceRecord, FreeRunRecord
 
@@ -20,7 +20,7 @@ def free_running(scope: Scope, records: Sequence[Any]) -> GateResult:
     name = "evals.free_running"
     found = select(records, FreeRunRecord)
     if not found:
-        return _nothing(name, records, ("free_running",), "No text ran freely")
+        return nothing_measured(name, records, ("free_running",), "No text ran freely")
     margins = scope.manifest.margins
     limit, points = 1 + margins.divergence, margins.rate_points / 100
     primaries, broken, unsure, numbers = list[Primary](), list[str](), list[str](), list[Number]()
@@ -33,7 +33,7 @@ def free_running(scope: Scope, records: Sequence[Any]) -> GateResult:
         judged, described = _divergence(key, pairs, limit)
         primaries.append(Primary(judged.inside, None, judged.text))
         numbers.append(described)
-        for deployment, part in group_by(pairs, lambda pair: _deployment(pair[0].cell)).items():
+        for deployment, part in group_by(pairs, lambda pair: deployment_of(pair[0].cell)).items():
             judged, _ = _divergence(f"{key} {deployment}", part, limit)
             primaries.append(Primary(True, judged.p, judged.text))
         for rate in RATES:
@@ -44,7 +44,7 @@ def free_running(scope: Scope, records: Sequence[Any]) -> GateResult:
         numbers.append(Number(f"non-finite {key}", nonfinite[1], f"log-probabilities, stock {nonfinite[0]}", "0"))
         if nonfinite[1] > nonfinite[0]:
             broken.append(f"{key}: {nonfinite[1]} non-finite log-probabilities, stock {nonfinite[0]}")
-        unsure += _vacuous(records, pairs)
+        unsure += vacuous(records, pairs)
     passed = f"Free-running text leaves the reference's at most {limit:.3g} times as often as stock's"
     failed = "Free-running text is worse than stock's"
     return conclude(name, primaries, numbers=numbers, passed=passed, failed=failed, broken=broken, unsure=unsure)
@@ -95,10 +95,10 @@ def acceptance(scope: Scope, records: Sequence[Any]) -> GateResult:
     name = "evals.acceptance"
     found = select(records, AcceptanceRecord)
     if not found:
-        return _nothing(name, records, ("acceptance",), "No draft was verified")
+        return nothing_measured(name, records, ("acceptance",), "No draft was verified")
     margin = scope.manifest.margins.acceptance_points / 100
     primaries, numbers = list[Primary](), list[Number]()
-    for (deployment, mode), own in group_by(found, lambda r: (_deployment(r.cell), r.mode)).items():
+    for (deployment, mode), own in group_by(found, lambda r: (deployment_of(r.cell), r.mode)).items():
         lengths = []
         for position, here in sorted(group_by(own, lambda r: r.position).items()):
             totals = {
