@@ -18,7 +18,6 @@ from fasttrack.manifest.model import Manifest
 from fasttrack.target import Engine, EngineSpec
 from kimi_k3.target import TARGET
 
-
 SUBTLE = "rejected drafts not corrected for"
 
 
