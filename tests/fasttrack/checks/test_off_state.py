@@ -39,6 +39,9 @@ def test_copy_deletes_packages_too(tmp_path, monkeypatch):
 @pytest.fixture
 def leaky(tmp_path, monkeypatch):
     """A copy of the toy target under another name whose engine always loads the optimised module, if it can."""
+    import torch
+
+    monkeypatch.setattr(torch, "randn", torch.randn)  # one of these packages replaces it: put it back afterwards
     package = tmp_path / "leak" / "leaky_target"
     copy_without("fake_target", (), tmp_path / "plain")
     package.parent.mkdir()
