@@ -7,6 +7,9 @@ A message is one line: what is wrong, where, and what would be right. Anything t
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from difflib import get_close_matches
+
 EXIT_PASS = 0
 EXIT_FAIL = 1
 EXIT_USAGE = 2
@@ -30,6 +33,16 @@ class UsageError(FasttrackError):
         self.what, self.where, self.expected = what, where, expected
         text = f"{where}: {what}" if where else what
         super().__init__(f"{text}; expected {expected}" if expected else text)
+
+
+def nearest(given: object, known: Iterable[str]) -> str:
+    """What would be right instead of ``given``, for :class:`UsageError`: the closest of ``known`` first, then all."""
+    names = list(dict.fromkeys(known))
+    if not names:
+        return "none: there are none"
+    close = get_close_matches(str(given), names, n=2, cutoff=0.6)
+    listed = ", ".join(names)
+    return f"{' or '.join(close)}, of: {listed}" if close and len(names) > 1 else f"one of: {listed}"
 
 
 class ManifestError(UsageError):

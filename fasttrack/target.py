@@ -14,7 +14,7 @@ from importlib.metadata import entry_points
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
-from fasttrack.errors import UsageError
+from fasttrack.errors import UsageError, nearest
 from fasttrack.records import CellKey, StepRecord
 from fasttrack.target_kernels import (  # noqa: F401  (one place to import the whole protocol from)
     OTHER_LAUNCH,
@@ -358,12 +358,14 @@ class DeploymentRefused(Exception):
         super().__init__("; ".join(self.reasons))
 
 
-def find_target(name: str) -> Target:
-    """The registered target called ``name``; :class:`UsageError` names the registered ones otherwise."""
+def find_target(name: str, *, where: str = "") -> Target:
+    """The registered target called ``name``; :class:`UsageError` names the registered ones otherwise.
+
+    ``where`` is the place of the name, e.g. file and line of a manifest.
+    """
     found = {entry.name: entry for entry in entry_points(group=ENTRY_POINT_GROUP)}
     if name not in found:
-        known = ", ".join(sorted(found)) or "none"
-        raise UsageError(f"unknown target {name!r}", expected=f"a registered target ({known})")
+        raise UsageError(f"unknown target {name!r}", where=where, expected=nearest(name, sorted(found)))
     target = found[name].load()
     if not isinstance(target, Target):
         raise UsageError(f"target {name!r} does not implement the target protocol", where=found[name].value)

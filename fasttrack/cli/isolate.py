@@ -47,7 +47,8 @@ def isolate(
 
 def _declared(scope: Path) -> list[str]:
     """The paths the manifest's target may touch."""
-    from fasttrack.manifest import load_manifest
+    from fasttrack.manifest import load_manifest, place
     from fasttrack.target import find_target
 
-    return list(find_target(load_manifest(scope)[0].target).describe().source_paths)
+    name = load_manifest(scope)[0].target
+    return list(find_target(name, where=place(scope, "target")).describe().source_paths)

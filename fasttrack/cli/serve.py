@@ -68,10 +68,11 @@ def spec_of(subject: str, arm: str, options: list[str], **deployment: Any) -> tu
 
     path, given, kind = Path(subject), dict[str, Any](), "embedded"
     if path.suffix in (".yaml", ".yml") or path.is_file():  # a folder may well have the name of a target
-        from fasttrack.manifest import load_manifest
+        from fasttrack.manifest import load_manifest, place
 
         manifest, _ = load_manifest(path)
-        target, given, kind = find_target(manifest.target), dict(manifest.engine.options), manifest.engine.kind
+        target = find_target(manifest.target, where=place(path, "target"))
+        given, kind = dict(manifest.engine.options), manifest.engine.kind
     else:
         target = find_target(subject)
     if kind != "embedded":

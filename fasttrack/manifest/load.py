@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import hashlib
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 
 from fasttrack import SCHEMA_VERSION
-from fasttrack.errors import ManifestError
+from fasttrack.errors import ManifestError, nearest
 from fasttrack.manifest.lines import LineMap, read_yaml
 from fasttrack.manifest.model import Manifest
 from fasttrack.target import Limits, TargetDescription
@@ -33,8 +33,8 @@ def load_manifest(path: Path, description: TargetDescription | None = None) -> t
         manifest = Manifest.model_validate(data)
     except ValidationError as error:
         raise _from_pydantic(error, path, lines) from None
-    _check_contexts(manifest, path, lines)
     if description is not None:
+        _check_gates(manifest, path, lines)
         _check_limits(manifest, description, path, lines)
     return manifest, raw
 
@@ -44,8 +44,11 @@ def _at(path: Path, lines: LineMap, loc: tuple[str | int, ...]) -> str:
 
 
 def _check_version(data: dict[str, Any], path: Path, lines: LineMap) -> None:
-    version = data.get("schema_version")
-    if isinstance(version, int) and not isinstance(version, bool) and version > SCHEMA_VERSION:
+    version = data.get("schema_version", SCHEMA_VERSION)
+    if type(version) is not int:  # `true` equals 1
+        where = _at(path, lines, ("schema_version",))
+        raise ManifestError(f"{version!r} is no version", where=where, expected=str(SCHEMA_VERSION))
+    if version > SCHEMA_VERSION:
         raise ManifestError(
             f"version {version} is newer than this fasttrack reads",
             where=_at(path, lines, ("schema_version",)),
@@ -53,45 +56,63 @@ def _check_version(data: dict[str, Any], path: Path, lines: LineMap) -> None:
         )
 
 
-_EXPECTED = {
-    "extra_forbidden": "one of the documented keys (see `fasttrack schema manifest`)",
-    "missing": "this key to be present",
-}
-
-
 def _from_pydantic(error: ValidationError, path: Path, lines: LineMap) -> ManifestError:
     errors = error.errors()
     first = errors[0]
+    if first["type"] == "missing":  # more often misspelled than left out
+        first = next((e for e in errors if e["type"] == "extra_forbidden"), first)
     # Union branches and validators leave tags such as "constrained-int" in the location: not keys of the file.
     loc = tuple(part for part in first["loc"] if isinstance(part, int) or part.isidentifier() or part[:1].islower())
     loc = tuple(part for part in loc if not (isinstance(part, str) and ("[" in part or part == "constrained-int")))
     kind = first["type"]
+    if kind == "inconsistent":
+        loc = first["ctx"]["loc"]
     message = first["msg"].removeprefix("Value error, ")
     more = f" (and {len(errors) - 1} more)" if len(errors) > 1 else ""
+    expected = ""
     if kind == "extra_forbidden":
-        what = f"unknown key{more}"
+        what, expected = f"unknown key{more}", nearest(loc[-1], _fields(loc[:-1]))
     elif kind == "missing":
-        what = f"is missing{more}"
+        what, expected = f"is missing{more}", "this key to be present"
+    elif kind == "inconsistent":
+        what = f"{message}{more}"
     else:
         given = first.get("input")
         shown = f", not {given!r}" if isinstance(given, (str, int, float, bool)) or given is None else ""
         what = f"{message[0].lower()}{message[1:]}{shown}{more}"
-    return ManifestError(what, where=_at(path, lines, loc), expected=_EXPECTED.get(kind, ""))
+    return ManifestError(what, where=_at(path, lines, loc), expected=expected)
 
 
-def _check_contexts(manifest: Manifest, path: Path, lines: LineMap) -> None:
-    known = ", ".join(manifest.contexts)
-    for index, row in enumerate(manifest.scope):
-        for name in row.context:
-            if name not in manifest.contexts:
-                where = _at(path, lines, ("scope", index, "context"))
-                raise ManifestError(f"unknown context {name!r}", where=where, expected=f"one of: {known}")
-    named = {"named_cells": [c.context for c in manifest.named_cells], "probes": [p.context for p in manifest.probes]}
-    for group, contexts in named.items():
-        for index, name in enumerate(contexts):
-            if name not in manifest.contexts:
-                where = _at(path, lines, (group, index, "context"))
-                raise ManifestError(f"unknown context {name!r}", where=where, expected=f"one of: {known}")
+def _fields(loc: tuple[str | int, ...]) -> list[str]:
+    """The keys that the mapping at ``loc`` may have; empty where that is not known."""
+    kinds: list[Any] = [Manifest]
+    for part in loc:
+        step: list[Any] = []
+        for kind in kinds:
+            if isinstance(part, str) and isinstance(kind, type) and issubclass(kind, BaseModel):
+                field = kind.model_fields.get(part)
+                step += [field.annotation] if field else []
+            else:
+                step += get_args(kind)[-1:]  # of a list its items, of a mapping its values
+        kinds = step
+    return [
+        name for kind in kinds if isinstance(kind, type) and issubclass(kind, BaseModel) for name in kind.model_fields
+    ]
+
+
+def _check_gates(manifest: Manifest, path: Path, lines: LineMap) -> None:
+    from fasttrack.gates import GATES  # needs this package
+
+    for group in ("required", "optional"):
+        for index, name in enumerate(getattr(manifest.gates, group)):
+            if name not in GATES:
+                where = _at(path, lines, ("gates", group, index))
+                raise ManifestError(f"unknown gate {name!r}", where=where, expected=nearest(name, GATES))
+
+
+def place(path: Path, *loc: str | int) -> str:
+    """``file:line: field`` of a key path in a manifest that has been read before, for messages about its value."""
+    return _at(path, read_yaml(path)[1], loc)
 
 
 def _check_limits(manifest: Manifest, description: TargetDescription, path: Path, lines: LineMap) -> None:
@@ -118,15 +139,14 @@ def _check_limits(manifest: Manifest, description: TargetDescription, path: Path
             raise ManifestError(
                 f"unknown fallback reason {probe.reason!r}",
                 where=_at(path, lines, ("probes", index, "reason")),
-                expected=f"one of: {', '.join(description.fallback_reasons)}",
+                expected=nearest(probe.reason, description.fallback_reasons),
             )
     for index, feature in enumerate(manifest.features):
         if feature not in description.features:
-            known = ", ".join(description.features) or "none"
             raise ManifestError(
                 f"target {description.name} does not list feature {feature!r}",
                 where=_at(path, lines, ("features", index)),
-                expected=f"one of: {known}",
+                expected=nearest(feature, description.features),
             )
 
 

@@ -6,7 +6,9 @@ from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic_core import PydanticCustomError
 
+from fasttrack.manifest.consistent import problems
 from fasttrack.records import CellKey
 
 TierName = Literal["smoke", "standard", "full"]
@@ -16,7 +18,9 @@ Counts = Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)]
 
 
 class _Strict(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    """No unknown keys, and no value of another type than the field's: neither ``true`` nor ``"8"`` is a number."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
 
 class EngineConfig(_Strict):
@@ -179,13 +183,6 @@ class GateSelection(_Strict):
     required: list[str] = Field(min_length=1)
     optional: list[str] = []
 
-    @model_validator(mode="after")
-    def _disjoint(self) -> GateSelection:
-        both = set(self.required) & set(self.optional)
-        if both:
-            raise ValueError(f"{sorted(both)[0]} is both required and optional")
-        return self
-
 
 class Margins(_Strict):
     """How much worse the optimised arm may be before a gate fails."""
@@ -329,20 +326,9 @@ class Manifest(_Strict):
 
     @model_validator(mode="after")
     def _consistent(self) -> Manifest:
-        if self.default_tier not in self.tiers:
-            raise ValueError(f"default_tier {self.default_tier} is not among the tiers")
-        for names, what in (
-            ([row.name for row in self.scope] + [c.name for c in self.named_cells], "scope row or named cell"),
-            ([p.name for p in self.probes], "probe"),
-            ([t.name for t in self.tasks], "task"),
-        ):
-            doubled = [n for n in dict.fromkeys(names) if names.count(n) > 1]
-            if doubled:
-                raise ValueError(f"{what} {doubled[0]} is defined twice")
-        for tier in self.tiers.values():
-            for name in tier.cells.named if isinstance(tier.cells.named, list) else ():
-                if name not in {c.name for c in self.named_cells}:
-                    raise ValueError(f"tiers select named cell {name!r}, which is not defined")
+        for problem in problems(self):
+            # `loc` is for the reader of the file, who knows its lines; a validator's own location is the whole file.
+            raise PydanticCustomError("inconsistent", "{text}", {"text": problem.text, "loc": problem.loc})
         return self
 
     def tier(self, name: str) -> Tier:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from fasttrack.checks import CHECKS
 from fasttrack.checks.base import Unit
-from fasttrack.errors import UsageError
+from fasttrack.errors import UsageError, nearest
 from fasttrack.gates import Scope, check_names
 from fasttrack.manifest.model import Manifest
 from fasttrack.plan.hardware import hardware_gap
@@ -50,7 +50,7 @@ def make_plan(
     """
     name = tier or manifest.default_tier
     if name not in manifest.tiers:
-        raise UsageError(f"no tier {name!r}", where=where, expected=f"one of: {', '.join(manifest.tiers)}")
+        raise UsageError(f"no tier {name!r}", where=where, expected=nearest(name, manifest.tiers))
     if not manifest.cells(name):
         raise UsageError(
             f"tier {name} selects no cell", where=where, expected="a selection that some row of the scope has"
@@ -60,9 +60,10 @@ def make_plan(
     wanted = list(dict.fromkeys(check_of(gate) for gate in gates))
     for check in only:
         if check not in CHECKS:
-            raise UsageError(f"unknown check {check!r}", where="--check", expected=f"of: {', '.join(CHECKS)}")
+            raise UsageError(f"unknown check {check!r}", where="--check", expected=nearest(check, CHECKS))
         if check not in wanted:
-            raise UsageError(f"no gate of the manifest uses check {check!r}", where="--check")
+            what = f"no gate of the manifest uses check {check!r}"
+            raise UsageError(what, where="--check", expected=f"one of: {', '.join(wanted)}")
     selected = tuple(check for check in CHECKS if check in wanted and (not only or check in only))
     units = [unit for check in selected for unit in CHECKS[check].units(manifest, name)]
     doubled = {unit.name for unit in units if sum(u.name == unit.name for u in units) > 1}

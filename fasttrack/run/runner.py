@@ -23,7 +23,7 @@ from fasttrack.engines.cache import EngineCache
 from fasttrack.environment import checkout_root, collect_environment, source_state
 from fasttrack.errors import EvidenceError, FasttrackError, UsageError
 from fasttrack.gates import GateResult, Scope, evaluate, overall
-from fasttrack.manifest import Manifest, load_manifest, manifest_digest
+from fasttrack.manifest import Manifest, load_manifest, manifest_digest, place
 from fasttrack.plan.planner import Plan, make_plan
 from fasttrack.records import RecordReader, RecordWriter
 from fasttrack.records.digest import UnitDigest
@@ -81,7 +81,7 @@ class Prepared:
 def prepare(request: Request) -> Prepared:
     """Load and hold the manifest against its target; plan. Raises with one line; writes nothing."""
     manifest, _ = load_manifest(request.manifest)
-    target = find_target(manifest.target)
+    target = find_target(manifest.target, where=place(request.manifest, "target"))
     description = target.describe()
     manifest, raw = load_manifest(request.manifest, description)
     manifest = bind_data(manifest, dict(request.data), request.manifest.parent)
@@ -116,13 +116,13 @@ def preflight(prepared: Prepared, path: Path) -> str:
     """Refuse before a run folder exists what can be refused: checkpoint, data sets, options.
 
     Builds the stock engine of the first cell, and returns the digest of its checkpoint; empty for engines that
-    are too heavy to start twice.
+    are too heavy to start twice, and where no unit runs one (kernels of a shard that no engine can hold).
     """
     for name in prepared.plan.checks:
         check_data = getattr(CHECKS[name], "preflight", None)
         if check_data is not None:
             check_data(prepared.manifest, prepared.plan.tier, path.parent)
-    if prepared.manifest.engine.kind != "embedded":
+    if prepared.manifest.engine.kind != "embedded" or not any(unit.engine for unit in prepared.plan.units):
         return ""
     cell = prepared.plan.scope.cells()[0]
     with tempfile.TemporaryDirectory() as folder:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fasttrack.errors import UsageError
+from fasttrack.errors import UsageError, nearest
 from fasttrack.manifest.model import Manifest, TaskConfig
 from fasttrack.tasks.rows import Row, normalise
 
@@ -56,9 +56,9 @@ def bind_data(manifest: Manifest, given: Mapping[str, str], folder: Path) -> Man
     for key, path in given.items():
         tasks = [t for t in manifest.tasks if t.name == key] or [t for t in manifest.tasks if t.task == key]
         if len(tasks) != 1:
-            known = ", ".join(t.name for t in manifest.tasks) or "none: the manifest has no tasks"
+            known = nearest(key, [t.name for t in manifest.tasks]) if manifest.tasks else "a manifest with tasks"
             what = f"{key!r} names {len(tasks)} tasks" if tasks else f"no task {key!r}"
-            raise UsageError(what, where="--data", expected=f"one of: {known}")
+            raise UsageError(what, where="--data", expected=known)
         if not Path(path).exists():
             raise UsageError("no such file", where=f"--data {key}={path}", expected=f"a file: {', '.join(FORMATS)}")
         chosen[tasks[0].name] = str(Path(path).resolve())

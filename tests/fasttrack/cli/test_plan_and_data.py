@@ -24,7 +24,7 @@ TIER = {"minutes": 1, "task_items": 400, "task_repeats": 32, "task_tokens": 3276
 @pytest.fixture
 def shell(tmp_path, monkeypatch, capsys):
     """Runs a command on a toy manifest with these changes; gives exit code, standard output and standard error."""
-    monkeypatch.setattr("fasttrack.run.runner.find_target", lambda name: TARGET)
+    monkeypatch.setattr("fasttrack.run.runner.find_target", lambda name, **_: TARGET)
     monkeypatch.chdir(tmp_path)
 
     def run(verb, *arguments, **changes):

@@ -59,7 +59,7 @@ def test_published_rows_are_named_cells_and_two_experiments_stay_apart():
         (changed(scope=[{"name": "r", "tp": [8], "requests": ["x"]}]), 11, ["scope.0.requests.0", "'x'"]),
         (changed(scope=[{"name": "r", "tp": [8], "requests": [9], "step": "verify", "draft_length": [7]}]), 10, ["72"]),
         (changed(scope=[{"name": "r", "tp": [8], "requests": [1], "dcp": [2]}]), 12, ["dcp", "1 or tp"]),
-        (changed(scope=[{"name": "r", "tp": [8], "requests": [1], "context": ["long"]}]), 12, ["'long'", "short"]),
+        (changed(scope=[{"name": "r", "tp": [8], "requests": [1], "context": ["long"]}]), 13, ["'long'", "short"]),
         ({k: v for k, v in GOOD.items() if k != "engine"}, 1, ["engine", "missing"]),
         (changed(hardware={"accelerator": "none", "count": 3}), 19, ["hardware", "count must be 0"]),
         (changed(probes=[{"name": "p", "step": "decode", "tp": 8, "requests": 65, "reason": "moon"}]), 24, ["'moon'"]),
