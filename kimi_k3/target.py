@@ -242,7 +242,13 @@ class KimiK3Target(Kernels):
 
     def numerics_cases(self, tier: str, options: Mapping[str, Any]) -> Iterable[NumericsCase]:
         from kimi_k3.decode.cases import cases
+        from kimi_k3.embedded import resolve_options
+        from kimi_k3.reference.options import OptionError
 
+        try:
+            resolve_options(options)
+        except OptionError as error:
+            raise UsageError(str(error), where=error.where) from None
         return (
             NumericsCase(**{f.name: getattr(case, f.name) for f in fields(NumericsCase)})
             for case in cases(tier, options)

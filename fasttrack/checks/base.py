@@ -20,7 +20,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Unit:
-    """The atom of work and of resume. ``cost_s`` is a rough estimate on two CPU cores, for the plan."""
+    """The atom of work and of resume. ``cost_s`` is a rough estimate on two CPU cores, for the plan.
+
+    ``engine``: it runs engines, so that the deployment's options and checkpoint must do.
+    """
 
     name: str  #: unique in a run; the first part is the check's name
     check: str
@@ -28,6 +31,7 @@ class Unit:
     arms: tuple[str, ...] = ()
     cost_s: float = 1.0
     params: Mapping[str, Any] = field(default_factory=dict)
+    engine: bool = True
 
 
 class Check(Protocol):

@@ -7,9 +7,11 @@ from fasttrack.errors import EvidenceError
 from fasttrack.records import Evidence, PerformanceRecord
 from fasttrack.target import KernelBenchmark, KernelBenchmarkTarget, KernelTiming
 
+PARTS = 4  #: units per tensor-parallel size: a run that is cut off and continued repeats one of them at most
+
 
 def run(unit: Unit, ctx: Context) -> None:
-    """Measure the benchmarks of the unit's ``tp``; the first one takes those that are the same on every rank.
+    """Measure the unit's part of the benchmarks of its ``tp``, and of those that are the same on every rank.
 
     Raises :class:`EvidenceError` for a target that offers none.
     """
@@ -23,7 +25,7 @@ def run(unit: Unit, ctx: Context) -> None:
         b
         for b in target.kernel_benchmarks(ctx.scope.tier, ctx.scope.manifest.engine.options)
         if b.tp == tp or (first and b.tp == 0)
-    ]
+    ][unit.params["part"] :: PARTS]
     for done, benchmark in enumerate(wanted):
         ctx.progress(done, len(wanted), benchmark.name)
         found = benchmark.run()

@@ -20,7 +20,10 @@ class NumericsCheck:
     name = "numerics"
 
     def units(self, manifest: Manifest, tier: str) -> list[Unit]:
-        return [Unit(f"numerics/{family}", self.name, cost_s=3.0, params={"family": family}) for family in FAMILIES]
+        return [
+            Unit(f"numerics/{family}", self.name, cost_s=3.0, params={"family": family}, engine=False)
+            for family in FAMILIES
+        ]
 
     def run(self, unit: Unit, ctx: Context) -> None:
         family = unit.params["family"]

@@ -33,8 +33,16 @@ class PerformanceCheck:
         if KERNELS in gates:
             sizes = list(dict.fromkeys(cell.tp for cell in cells_of(manifest, tier)))
             units = [
-                Unit(f"performance/kernels/tp{tp}", self.name, None, ("optimized",), 120.0, {"tp": tp, "first": not i})
+                Unit(
+                    f"performance/kernels/tp{tp}/{part + 1}of{kernel_times.PARTS}",
+                    self.name,
+                    arms=("optimized",),
+                    cost_s=120.0 / kernel_times.PARTS,
+                    params={"tp": tp, "first": not i, "part": part},
+                    engine=False,
+                )
                 for i, tp in enumerate(sizes)
+                for part in range(kernel_times.PARTS)
             ]
             if not any(gate.startswith("performance.") and gate != KERNELS for gate in gates):
                 return units  # one rank's shard: there is no engine to time

@@ -95,7 +95,6 @@ def test_a_manifest_of_kernels_alone_times_no_engine():
     from harness import toy_scope
 
     scope = toy_scope(gates={"required": ["performance.kernels"]})
-    assert [u.name for u in PerformanceCheck().units(scope.manifest, "smoke")] == [
-        "performance/kernels/tp1",
-        "performance/kernels/tp2",
-    ]
+    units = PerformanceCheck().units(scope.manifest, "smoke")
+    assert [u.name for u in units] == [f"performance/kernels/tp{tp}/{i}of4" for tp in (1, 2) for i in (1, 2, 3, 4)]
+    assert not any(u.engine for u in units)

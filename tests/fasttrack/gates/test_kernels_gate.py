@@ -14,7 +14,9 @@ from fasttrack.engines.cache import EngineCache
 from fasttrack.errors import EvidenceError
 from fasttrack.gates import GATES, Scope
 from fasttrack.manifest.model import Manifest
+from fasttrack.plan.planner import make_plan
 from fasttrack.records import PerformanceRecord
+from fasttrack.run.runner import Prepared, preflight
 from fasttrack.target import KernelBenchmark, KernelMeasurement, KernelTiming
 
 MANIFEST = {
@@ -123,3 +125,21 @@ def test_kernel_times_are_no_speed_up_and_a_time_of_zero_is_no_time(tmp_path):
 def test_a_target_without_kernels_is_missing_evidence(tmp_path):
     with pytest.raises(EvidenceError, match="toy offers no kernel benchmarks"):
         measured(TARGET, tmp_path)
+
+
+class NoEngine(Shard):
+    def engine(self, spec: Any) -> Any:
+        raise AssertionError("an engine was built")
+
+
+def test_kernels_alone_need_no_engine(tmp_path):
+    """The checkpoint of a shard is one that no engine can hold."""
+    description, path = TARGET.describe(), tmp_path / "m.yaml"
+
+    def prepared(*gates: str) -> Prepared:
+        manifest = Manifest.model_validate({**MANIFEST, "gates": {"required": list(gates)}})
+        return Prepared(manifest, b"", NoEngine(), description, make_plan(manifest, description, "smoke"))
+
+    assert preflight(prepared("performance.kernels", "numerics.error"), path) == ""
+    with pytest.raises(AssertionError, match="an engine was built"):
+        preflight(prepared("performance.kernels", "isolation.refusals"), path)
