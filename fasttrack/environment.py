@@ -14,7 +14,10 @@ from typing import Any
 
 from fasttrack import __version__
 
-MAX_DIFF = 1 << 20  #: a larger uncommitted difference is recorded by digest only
+#: Variables whose names begin so can change results, and are recorded.
+WATCHED = ("OMP_", "MKL_", "OPENBLAS_", "CUDA_", "TORCH_", "VLLM_", "NCCL_", "CUTE_", "FASTTRACK_", "PYTHONHASH")
+#: Of these, what has such a word in its name is a secret (VLLM_API_KEY): bundles are public, so its value stays out.
+SECRET = ("KEY", "TOKEN", "SECRET", "PASSWORD", "CREDENTIAL")
 
 
 @dataclass(frozen=True)
@@ -104,9 +107,8 @@ def _cpu_model() -> str:
 
 
 def collect_environment(source: SourceState) -> dict[str, Any]:
-    """A JSON-ready description. Environment variables are listed by name only where they can change results."""
+    """A JSON-ready description. Environment variables are listed where they can change results; no secrets."""
     packages = {d.metadata["Name"]: d.version for d in distributions() if d.metadata["Name"]}
-    watched = ("OMP_", "MKL_", "OPENBLAS_", "CUDA_", "TORCH_", "VLLM_", "NCCL_", "CUTE_", "FASTTRACK_", "PYTHONHASH")
     return {
         "fasttrack": __version__,
         "machine": {
@@ -125,5 +127,9 @@ def collect_environment(source: SourceState) -> dict[str, Any]:
             "diff_sha256": source.diff_sha256,
             "untracked": list(source.untracked),
         },
-        "variables": {k: v for k, v in sorted(os.environ.items()) if k.startswith(watched)},
+        "variables": {k: _harmless(k, v) for k, v in sorted(os.environ.items()) if k.startswith(WATCHED)},
     }
+
+
+def _harmless(name: str, value: str) -> str:
+    return "(set)" if any(word in name.upper() for word in SECRET) else value

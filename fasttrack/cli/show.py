@@ -61,7 +61,9 @@ class _View:
 
     def print_all(self, as_json: bool) -> None:
         run, attempts = self.run, self.run.journal.attempts()
-        still_open = run.journal.open_units(run.info.units)
+        planned, missing = run.info.units, run.unfinished
+        still_open = run.journal.open_units(planned)
+        lost = [unit for unit in missing if unit not in set(still_open)]  # failed, and never finished after that
         if as_json:
             values = {
                 "path": str(self.path),
@@ -70,7 +72,12 @@ class _View:
                 "tier": run.info.tier,
                 "verdict": self.verdict,
                 "gates": [json.loads(result.model_dump_json()) for result in self.results],
-                "units": {"planned": len(run.info.units), "open": still_open},
+                "units": {
+                    "planned": len(planned),
+                    "finished": len(planned) - len(missing),
+                    "failed": lost,
+                    "open": still_open,
+                },
                 "attempts": [vars(attempt) for attempt in attempts],
                 "records": len(self.records.records),
                 "problems": self.records.problems,
@@ -79,10 +86,10 @@ class _View:
             return
         kind = "bundle, not verified here" if self.is_bundle else "run"
         say(f"{run.manifest.name}, tier {run.info.tier} ({kind}: {self.path})")
-        done = len(run.info.units) - len(still_open)
         failed = [attempt for attempt in attempts if attempt.state != "finished"]
         say(
-            f"{done} of {len(run.info.units)} units ended, {len(self.records.records)} records,"
+            f"{len(planned)} units: {len(planned) - len(missing)} finished, {len(lost)} failed,"
+            f" {len(still_open)} remaining; {len(self.records.records)} records,"
             f" {len(failed)} attempts did not finish"
         )
         if failed:

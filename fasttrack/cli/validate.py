@@ -57,6 +57,7 @@ def validate(
                     "verdict": outcome.verdict,
                     "run": str(outcome.folder),
                     "resumed": outcome.resumed,
+                    "unfinished": list(outcome.unfinished),
                     "gates": [result.model_dump(mode="json") for result in outcome.results],
                 },
                 indent=1,
@@ -74,6 +75,8 @@ def validate(
     for result in outcome.results:
         if result.verdict != "pass":
             plain(f"{result.gate} {result.verdict}: {result.reason}")
+    for name in outcome.unfinished:
+        plain(f"unit {name} did not finish: the run cannot pass")
     if not declared.trained_checkpoint:
         plain("Task scores are optional here: the checkpoint is untrained, so they say nothing about answers.")
     for sentence in declared.cannot_show:

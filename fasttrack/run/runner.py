@@ -65,6 +65,7 @@ class Outcome:
     verdict: str  #: "pass", "fail", "inconclusive"
     results: list[GateResult]
     resumed: bool
+    unfinished: tuple[str, ...] = ()  #: planned units without a finished attempt: no such run passes
 
 
 @dataclass(frozen=True)
@@ -105,11 +106,13 @@ def validate(request: Request, reporter: Reporter | None = None) -> Outcome:
 def _run(prepared: Prepared, folder: RunFolder, resumed: bool, seeds: Seeds, reporter: Reporter) -> Outcome:
     _execute(prepared, folder, seeds, reporter)
     results = judge(prepared.plan.scope, folder)
-    verdict = overall(prepared.plan.scope, results)
+    finished = folder.history().finished
+    unfinished = tuple(unit.name for unit in prepared.plan.units if unit.name not in finished)
+    verdict = overall(prepared.plan.scope, results, unfinished)
     facts = folder.facts()
     write_json(folder.path / "run.json", {**facts, "finished": now()})
     write_atomic(folder.path / "gates.json", gates_document(results, verdict).decode("ascii"))
-    return Outcome(folder.path, verdict, results, resumed)
+    return Outcome(folder.path, verdict, results, resumed, unfinished)
 
 
 def preflight(prepared: Prepared, path: Path) -> str:

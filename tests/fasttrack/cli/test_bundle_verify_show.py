@@ -166,7 +166,7 @@ def test_show(home: Path, capsys, kind: str):
     path = "runs/toy-20260102T030405Z" if kind == "run" else sealed(capsys)
     code, out, _ = call(capsys, "show", path)
     assert code == 0
-    assert "13 of 13 units ended, 23 records, 0 attempts did not finish" in out
+    assert "13 units: 13 finished, 0 failed, 0 remaining; 23 records, 0 attempts did not finish" in out
     assert "worst error / bound" in out
     assert "verdict  pass" in out
     code, out, _ = call(capsys, "show", path, "--json")
@@ -200,11 +200,14 @@ def test_show_of_a_run_that_is_not_over(home: Path, capsys):
     write_run(Path("half"), edit_journal=lambda events: events[:-2], gates=False)
     code, out, _ = call(capsys, "show", "failed")
     assert code == 0
+    assert "13 units: 12 finished, 1 failed, 0 remaining; " in out
     assert "1 attempts did not finish" in out
     assert "boom" in out
     assert "\x1b" not in out
     code, out, _ = call(capsys, "show", "half")
-    assert "12 of 13 units ended" in out
+    assert "13 units: 12 finished, 0 failed, 1 remaining; " in out
+    units = json.loads(call(capsys, "show", "failed", "--json")[1])["units"]
+    assert units == {"planned": 13, "finished": 12, "failed": ["performance/decode/tp2/r1/dl0/dcp1/short"], "open": []}
     assert "none yet: the run is not over" in out
     code, out, _ = call(capsys, "show", "half", "--unit", "performance/decode/tp2/r1/dl0/dcp1/short")
     assert "planned, not started" in out
