@@ -103,7 +103,23 @@ def resolve_options(given: Mapping[str, Any]) -> dict[str, Any]:
         raise OptionError(
             f"unknown precision {resolved['precision']!r}", where=where, expected=", ".join(names.PRECISIONS)
         )
+    if resolved["provider"] not in ("auto", *names.PROVIDERS):
+        where, known = "engine.options.provider", ", ".join(("auto", *names.PROVIDERS))
+        raise OptionError(f"unknown provider {resolved['provider']!r}", where=where, expected=known)
     return resolved
+
+
+def _check_device(device: str) -> None:
+    """:class:`OptionError` unless PyTorch has this device here."""
+    import torch
+
+    where = "engine.options.device"
+    kind, colon, number = device.partition(":")
+    if kind not in ("cpu", "cuda") or (colon and not (number.isascii() and number.isdigit())):
+        raise OptionError(f"unknown device {device!r}", where=where, expected="cpu, cuda or cuda:N")
+    found = torch.cuda.device_count() if kind == "cuda" and torch.cuda.is_available() else 0
+    if kind == "cuda" and int(number or 0) >= found:
+        raise OptionError(f"{device} is not here: PyTorch sees {found} GPUs", where=where, expected="one that is")
 
 
 def build(deployment: Deployment) -> Built:
@@ -117,6 +133,7 @@ def build(deployment: Deployment) -> Built:
     from kimi_k3.reference.loading import open_checkpoint
 
     options = resolve_options(deployment.options)
+    _check_device(options["device"])
     _set_threads(options)
     checkpoint = open_checkpoint(options["checkpoint"], options["checkpoint_seed"])
     config, codec = checkpoint.config, checkpoint.codec

@@ -39,6 +39,9 @@ OPS = (
     "kimi_k3::prefetch",
 )
 
+#: What serves an op: plain PyTorch, or the CuTe kernels (on a GPU).
+PROVIDERS = ("torch", "cute")
+
 #: Reason of every step while the switch is off: there is no executor to ask.
 REASON_SWITCH_OFF = "switch_off"
 

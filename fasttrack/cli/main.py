@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import importlib
 import os
 import sys
@@ -13,7 +14,7 @@ from typing import Annotated
 import typer
 import typer.main
 
-from fasttrack.errors import EXIT_INTERNAL, EXIT_INTERRUPTED, EXIT_USAGE, FasttrackError
+from fasttrack.errors import EXIT_INTERNAL, EXIT_INTERRUPTED, EXIT_USAGE, FasttrackError, UsageError
 
 #: verb -> (module, function, one line of help). Modules are imported when their verb is used.
 VERBS: dict[str, tuple[str, str, str]] = {
@@ -76,6 +77,7 @@ def run(arguments: list[str]) -> int:
     arguments = arguments or ["--help"]
     verb = next((argument for argument in arguments if not argument.startswith("-")), None)
     try:
+        _check_surroundings(arguments)
         result = typer.main.get_command(build(verb)).main(args=arguments, prog_name="fasttrack", standalone_mode=False)
         return result if isinstance(result, int) else 0
     except typer.Exit as error:
@@ -90,6 +92,9 @@ def run(arguments: list[str]) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except Exception as error:
+        if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:  # no file system has such a name
+            print(f"fasttrack: {str(error.filename)[:60]}...: name too long; expected a shorter one", file=sys.stderr)
+            return EXIT_USAGE
         message = getattr(error, "format_message", None)  # a usage error of the command-line parser
         if message is not None:
             print(f"fasttrack: {message()}", file=sys.stderr)
@@ -99,6 +104,25 @@ def run(arguments: list[str]) -> int:
             file=sys.stderr,
         )
         return EXIT_INTERNAL
+
+
+def _check_surroundings(arguments: Sequence[str]) -> None:
+    """What no command can work with: an argument that cannot be recorded, a current folder that is gone."""
+    for number, argument in enumerate(arguments, start=1):
+        if not _is_text(argument):
+            raise UsageError(f"argument {number} ({argument!a}) is not UTF-8", expected="text that a record can hold")
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        raise UsageError("the current folder was deleted", expected="`cd` into one that exists") from None
+
+
+def _is_text(argument: str) -> bool:
+    try:
+        argument.encode("utf-8")
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _write_traceback() -> str:

@@ -37,6 +37,8 @@ def validate(
 
     if head is not None and not _is_commit(head):
         raise UsageError(f"{head!r} is no commit", where="--head", expected="40 hexadecimal digits")
+    if nonce is not None and not nonce.strip():
+        raise UsageError("is empty", where="--nonce", expected="a word that the run could not know before")
     request = Request(
         manifest=manifest,
         tier=tier,

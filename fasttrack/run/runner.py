@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import sys
-import tempfile
 import traceback
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -37,6 +36,7 @@ from fasttrack.run.folder import (
     write_json,
 )
 from fasttrack.run.journal import now
+from fasttrack.run.preflight import preflight
 from fasttrack.run.progress import Reporter, Silent
 from fasttrack.run.seeds import Seeds
 from fasttrack.target import Target, TargetDescription, find_target
@@ -97,7 +97,7 @@ def validate(request: Request, reporter: Reporter | None = None) -> Outcome:
         raise EvidenceError(f"{request.manifest}: {prepared.plan.gap}; nothing was run")
     folder_argument = request.run_dir or request.runs
     usable_parent(folder_argument, "--run" if request.run_dir else "--runs")
-    checkpoint = preflight(prepared, request.manifest)
+    checkpoint = preflight(prepared.plan, prepared.target, request.manifest)
     folder, resumed, seeds, lock = _open_folder(request, prepared, checkpoint)
     with lock:
         return _run(prepared, folder, resumed, seeds, reporter or Silent())
@@ -113,28 +113,6 @@ def _run(prepared: Prepared, folder: RunFolder, resumed: bool, seeds: Seeds, rep
     write_json(folder.path / "run.json", {**facts, "finished": now()})
     write_atomic(folder.path / "gates.json", gates_document(results, verdict).decode("ascii"))
     return Outcome(folder.path, verdict, results, resumed, unfinished)
-
-
-def preflight(prepared: Prepared, path: Path) -> str:
-    """Refuse before a run folder exists what can be refused: checkpoint, data sets, options.
-
-    Builds the stock engine of the first cell, and returns the digest of its checkpoint; empty for engines that
-    are too heavy to start twice, and where no unit runs one (kernels of a shard that no engine can hold).
-    """
-    for name in prepared.plan.checks:
-        check_data = getattr(CHECKS[name], "preflight", None)
-        if check_data is not None:
-            check_data(prepared.manifest, prepared.plan.tier, path.parent)
-    if prepared.manifest.engine.kind != "embedded" or not any(unit.engine for unit in prepared.plan.units):
-        return ""
-    cell = prepared.plan.scope.cells()[0]
-    with tempfile.TemporaryDirectory() as folder:
-        engines = EngineCache(prepared.target, prepared.plan.scope, Path(folder), seed=0)
-        try:
-            engine = engines.get("stock", tp=cell.tp, dcp=1, draft_length=0, acceptance="none")
-            return engine.info().checkpoint
-        finally:
-            engines.close()
 
 
 def judge(scope: Scope, folder: RunFolder) -> list[GateResult]:

@@ -69,7 +69,13 @@ def open_checkpoint(name: str, seed: int = 0) -> Checkpoint:
         if not folder.is_dir():
             raise CheckpointError(f"checkpoint {name!r}: no such folder; expected a folder or {', '.join(TINY)}")
         config, weights = load_checkpoint(folder)
-        codec = TextCodec.load(folder)
+        try:
+            codec = TextCodec.load(folder)
+        except Exception as error:  # the tokenizers library raises Exception itself, for whatever it finds
+            what = str(error).splitlines()[0] if str(error) else type(error).__name__
+            raise CheckpointError(
+                f"{folder / 'tokenizer.json'}: cannot be read ({what}); expected a tokenizer.json of this model"
+            ) from None
         if codec.vocab_size > config.vocab_size:
             raise CheckpointError(
                 f"{folder}: the tokenizer has {codec.vocab_size} entries, the model {config.vocab_size}; "

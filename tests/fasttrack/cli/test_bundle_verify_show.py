@@ -70,6 +70,7 @@ def test_bundle_takes_the_run_that_ended_last(home: Path, capsys):
         (["--pr", "7", "--run", "nowhere"], "no such folder"),
         (["--pr", "7", "--runs", "nowhere"], "no such folder"),
         (["--pr", "7", "--runs", "empty"], "holds no finished run"),
+        (["--pr", "7", "--out", "x" * 300], "name too long; expected a shorter one"),
     ],
 )
 def test_bundle_refuses_in_one_line(home: Path, capsys, arguments: list[str], named: str):

@@ -3,6 +3,7 @@
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
@@ -46,6 +47,10 @@ def test_help_needs_no_torch_and_no_other_verb():
         (["validate", "none.yaml", "--head", "xyz"], "--head"),
         (["plan", "configs"], "configs"),
         (["schema", "nope"], "nope"),
+        (["validate", "none.yaml", "--nonce", "caf\udce9"], "argument 4 ('caf\\udce9') is not UTF-8; expected text"),
+        (["validate", "none.yaml", "--nonce", ""], "--nonce: is empty; expected a word"),
+        (["verify", "x" * 300], "xxx...: name too long; expected a shorter one"),
+        (["bundle", "--pr", "7", "--runs", "x" * 300], "xxx...: name too long; expected a shorter one"),
     ],
 )
 def test_bad_input_is_one_line_and_exit_2(arguments: list[str], words: str):
@@ -53,6 +58,14 @@ def test_bad_input_is_one_line_and_exit_2(arguments: list[str], words: str):
     assert done.returncode == 2
     assert words in done.stderr
     assert len(done.stderr.strip().splitlines()) == 1
+
+
+@pytest.mark.parametrize("arguments", [["validate", "none.yaml"], ["verify", "x"], ["--help"]], ids=lambda a: a[0])
+def test_a_deleted_current_folder_is_one_line_and_exit_2(tmp_path: Path, monkeypatch, capsys, arguments: list[str]):
+    monkeypatch.chdir(tmp_path)
+    tmp_path.rmdir()
+    assert cli.run(arguments) == 2
+    assert capsys.readouterr().err == "fasttrack: the current folder was deleted; expected `cd` into one that exists\n"
 
 
 def test_a_crash_is_exit_4_with_a_traceback_in_a_file(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture):
