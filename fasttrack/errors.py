@@ -59,3 +59,9 @@ class BundleError(FasttrackError):
     """A bundle that is not what it claims to be: changed, missing or extra files, a wrong verdict (exit 1)."""
 
     exit_code = EXIT_FAIL
+
+
+class Interrupted(FasttrackError):
+    """Stopped by a signal; the message says how to go on (exit 130)."""
+
+    exit_code = EXIT_INTERRUPTED

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -26,6 +25,8 @@ from fasttrack.bundle.layout import DIFF, diff_problems, is_known_name, layout_p
 from fasttrack.bundle.planned import replan_problems
 from fasttrack.bundle.verdicts import evaluate_all, gates_document, parse_gates, scope_of, verdict_problems
 from fasttrack.errors import BundleError, UsageError
+
+BUILDING = ".sealing-"  #: and the number of the process: a bundle on its way
 
 
 def seal(run_dir: Path, out_dir: Path, *, pr: int, repo: str | None = None, head: str | None = None) -> Path:
@@ -105,36 +106,50 @@ def _check_over(run_dir: Path, run: Run) -> None:
 
 
 def _write(out_dir: Path, name: str, contents: Mapping[str, bytes]) -> Path:
-    """Build the folder beside its final place and rename it, so that a kill leaves no half of a bundle."""
+    """Build the folder beside its final place and rename it, so that nobody sees half of a bundle."""
     target = out_dir / name
     for part in (out_dir, *out_dir.parents):
         if part.exists() and not part.is_dir():
             raise UsageError("is not a folder", where=str(part), expected="a folder for bundles")
     if target.exists() or target.is_symlink():
         return _existing(target, contents)
+    building = out_dir / f"{BUILDING}{os.getpid()}"
     try:
         out_dir.mkdir(parents=True, exist_ok=True)
-        building = Path(tempfile.mkdtemp(prefix=".sealing-", dir=out_dir))
-    except OSError as error:
-        raise UsageError(f"cannot be written ({error.strerror})", where=str(out_dir)) from None
-    try:
+        _sweep(out_dir)
+        building.mkdir()
         for file, data in contents.items():
             path = building.joinpath(*file.split("/"))
             path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_bytes(data)
-            path.chmod(0o644)
-        for folder in (building, *(path for path in building.rglob("*") if path.is_dir())):
-            folder.chmod(0o755)  # whatever the umask says
+            path.write_bytes(data)  # as readable as the umask says: a bundle is there to be read by others
         os.rename(building, target)
     except OSError as error:
-        shutil.rmtree(building, ignore_errors=True)
         if target.is_dir():  # another process was quicker
             return _existing(target, contents)
         raise UsageError(f"cannot be written ({error.strerror})", where=str(target)) from None
-    except BaseException:
-        shutil.rmtree(building, ignore_errors=True)
-        raise
+    finally:
+        shutil.rmtree(building, ignore_errors=True)  # gone by now where all went well
     return target
+
+
+def _sweep(out_dir: Path) -> None:
+    """Remove what a killed process was building."""
+    for path in out_dir.glob(f"{BUILDING}*"):
+        pid = path.name.removeprefix(BUILDING)
+        if pid.isdigit() and not _runs(int(pid)):
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def _runs(pid: int) -> bool:
+    if os.name == "nt":  # where signal 0 would end it
+        return True
+    try:
+        os.kill(pid, 0)
+    except (ProcessLookupError, OverflowError):
+        return False
+    except OSError:
+        pass  # somebody else's
+    return pid != os.getpid()  # an earlier process of our number
 
 
 def _existing(target: Path, contents: Mapping[str, bytes]) -> Path:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import importlib
 import os
+import signal
 import sys
 import tempfile
 import traceback
@@ -69,7 +70,12 @@ def _print_version(value: bool) -> None:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Entry point of the console script; exits the process."""
+    signal.signal(signal.SIGTERM, _interrupt)  # an orderly end, like Ctrl-C: journalled, and nothing half-made is left
     sys.exit(run(sys.argv[1:] if argv is None else list(argv)))
+
+
+def _interrupt(number: int, frame: object) -> None:
+    raise KeyboardInterrupt
 
 
 def run(arguments: list[str]) -> int:

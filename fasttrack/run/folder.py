@@ -87,8 +87,10 @@ class RunFolder:
             write_json(temporary / "run.json", facts)
             (temporary / "journal.jsonl").touch()
             temporary.replace(self.path)
-        except OSError as error:
+        except BaseException as error:  # a signal among them
             shutil.rmtree(temporary, ignore_errors=True)
+            if not isinstance(error, OSError):
+                raise
             expected = "a place for a new run folder"
             raise UsageError(f"cannot be written ({error.strerror})", where=str(self.path), expected=expected) from None
 

@@ -20,7 +20,7 @@ from fasttrack.checks import CHECKS
 from fasttrack.checks.base import Context, Unit
 from fasttrack.engines.cache import EngineCache
 from fasttrack.environment import checkout_root, collect_environment, source_state
-from fasttrack.errors import EvidenceError, FasttrackError, UsageError
+from fasttrack.errors import EvidenceError, FasttrackError, Interrupted, UsageError
 from fasttrack.gates import GateResult, Scope, evaluate, overall
 from fasttrack.manifest import Manifest, load_manifest, manifest_digest, place
 from fasttrack.plan.planner import Plan, make_plan
@@ -100,7 +100,17 @@ def validate(request: Request, reporter: Reporter | None = None) -> Outcome:
     checkpoint = preflight(prepared.plan, prepared.target, request.manifest)
     folder, resumed, seeds, lock = _open_folder(request, prepared, checkpoint)
     with lock:
-        return _run(prepared, folder, resumed, seeds, reporter or Silent())
+        try:
+            return _run(prepared, folder, resumed, seeds, reporter or Silent())
+        except KeyboardInterrupt:
+            raise Interrupted(_how_to_continue(prepared, folder, request)) from None
+
+
+def _how_to_continue(prepared: Prepared, folder: RunFolder, request: Request) -> str:
+    units, finished = prepared.plan.units, folder.history().finished
+    done = sum(unit.name in finished for unit in units)
+    same = "the same command without --fresh" if request.fresh else "the same command"
+    return f"interrupted: {done} of {len(units)} units finished in {folder.path}; {same} continues there"
 
 
 def _run(prepared: Prepared, folder: RunFolder, resumed: bool, seeds: Seeds, reporter: Reporter) -> Outcome:
@@ -201,8 +211,8 @@ def _execute(prepared: Prepared, folder: RunFolder, seeds: Seeds, reporter: Repo
             )
             try:
                 count = _attempt(folder, context)
-            except BaseException:
-                reporter.done(unit, "failed")
+            except BaseException as error:
+                reporter.done(unit, "interrupted" if isinstance(error, KeyboardInterrupt) else "failed")
                 raise
             reporter.done(unit, f"{count} records")
     finally:

@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from bundle_tools import files_of
@@ -78,8 +79,50 @@ def test_same_bytes_whatever_folder_umask_locale_timezone_and_hash_seed(run: Pat
     second = Path(done.stdout.strip())
     assert second.name == first.name
     assert contents(second) == contents(first)
-    assert {oct(p.stat().st_mode & 0o777) for p in second.rglob("*") if p.is_file()} == {"0o644"}
-    assert second.stat().st_mode & 0o777 == 0o755
+
+
+@pytest.mark.skipif(os.name == "nt", reason="umask is POSIX")
+@pytest.mark.parametrize(("umask", "file", "folder"), [(0o022, 0o644, 0o755), (0o027, 0o640, 0o750)])
+def test_a_bundle_is_as_readable_as_the_umask_says(run: Path, tmp_path: Path, umask: int, file: int, folder: int):
+    before = os.umask(umask)
+    try:
+        bundle = seal(run, tmp_path / "b", pr=7)
+    finally:
+        os.umask(before)
+    modes = {(p.is_dir(), p.stat().st_mode & 0o777) for p in (bundle, *bundle.rglob("*"))}
+    assert modes == {(False, file), (True, folder)}
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, OSError(28, "No space left on device")])
+@pytest.mark.parametrize("at", ["mkdir", "write_bytes", "rename"])
+def test_nothing_is_left_of_a_seal_that_did_not_end(run: Path, tmp_path: Path, monkeypatch, at: str, error: Any):
+    owner: Any = os if at == "rename" else Path
+    real = getattr(owner, at)
+
+    def fails(path: Path, *more: Any, **options: Any) -> Any:
+        done = real(path, *more, **options) if at == "mkdir" else None  # made, and then the signal comes
+        if ".sealing-" in str(path):
+            raise error
+        return done if at == "mkdir" else real(path, *more, **options)
+
+    out = tmp_path / "b"
+    out.mkdir()
+    with monkeypatch.context() as patched:
+        patched.setattr(owner, at, fails)
+        with pytest.raises(KeyboardInterrupt if error is KeyboardInterrupt else UsageError):
+            seal(run, out, pr=7)
+    assert list(out.iterdir()) == []
+
+
+def test_what_a_killed_seal_left_goes_with_the_next_one(run: Path, tmp_path: Path):
+    gone = subprocess.Popen([sys.executable, "-c", ""])
+    gone.wait()
+    left, other = tmp_path / "b" / f".sealing-{gone.pid}", tmp_path / "b" / f".sealing-{os.getppid()}"
+    for folder in (left, other):
+        folder.mkdir(parents=True)
+        (folder / "run.json").write_text("half")
+    bundle = seal(run, tmp_path / "b", pr=7)
+    assert sorted((tmp_path / "b").iterdir()) == sorted([other, bundle])
 
 
 def test_nothing_of_the_place_or_the_hour_goes_in(run: Path, tmp_path: Path):
