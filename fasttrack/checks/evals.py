@@ -10,7 +10,7 @@ from fasttrack.checks.base import Context, Unit, cells_of, deployment_of
 from fasttrack.errors import EvidenceError
 from fasttrack.records import CellKey, Evidence, NotMeasuredRecord
 from fasttrack.target import DeploymentRefused
-from fasttrack.tasks.data import check_source
+from fasttrack.tasks.data import check_source, count_rows
 from fasttrack.tasks.sources import scan
 
 if TYPE_CHECKING:
@@ -101,7 +101,8 @@ class EvalsCheck:
         for task in manifest.tasks:
             check_source(task)
             plan = manifest.task_run(task, tier)
-            tokens = plan.items * plan.repeats * min(plan.max_tokens, task.assumed_tokens or plan.max_tokens)
+            items = min(plan.items, count_rows(task) or plan.items)
+            tokens = items * plan.repeats * min(plan.max_tokens, task.assumed_tokens or plan.max_tokens)
             cost = 4.0 + tokens / (knobs.tokens_per_s or 100.0)
             units += [
                 Unit(f"evals/task/{task.name}/{arm}", self.name, home, (arm,), cost, {"task": task.name})

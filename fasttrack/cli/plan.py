@@ -24,7 +24,10 @@ def plan(
     units: Annotated[bool, typer.Option("--units", help="List every unit.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print as JSON.")] = False,
 ) -> int:
-    """Print what a run would do, how long, what it can see, and what it cannot show here."""
+    """Print what a run would do, how long, what it can see, and what it cannot show here.
+
+    Exit 0: the plan is printed, also where its last lines say that it cannot run or pass here. 2: bad input.
+    """
     from fasttrack.plan.outlook import outlook
     from fasttrack.run.runner import Request, prepare
 
@@ -38,6 +41,7 @@ def plan(
             "tier": planned.tier,
             "seconds": planned.cost_s,
             "missing_hardware": planned.gap,
+            "missing": list(planned.missing),
             "cannot_show": list(declared.cannot_show),
             "unused_gates": list(planned.unused_gates),
             "units": [{"name": u.name, "check": u.check, "seconds": u.cost_s} for u in planned.units],
@@ -46,7 +50,11 @@ def plan(
         plain(json.dumps(document, indent=1))
         return 0
     budget = declared.tier(planned.tier).minutes
-    plain(f"{declared.name}, tier {planned.tier}: {len(planned.units)} units, budget {budget:g} minutes")
+    about, over = planned.cost_s / 60, " (above it)" if planned.cost_s > 60 * budget else ""
+    plain(
+        f"{declared.name}, tier {planned.tier}: {len(planned.units)} units,"
+        f" about {about:.0f} minutes{over}, budget {budget:g} minutes"
+    )
     rows = []
     for name in planned.checks:
         own = [u for u in planned.units if u.check == name]
@@ -61,6 +69,8 @@ def plan(
         plain(f"Not decided by this run: {gate}")
     for sentence in declared.cannot_show:
         plain(f"Not shown: {sentence}")
+    for sentence in planned.missing:
+        plain(f"Missing: {sentence}")
     plain(f"Cannot run here: {planned.gap}" if planned.gap else "Can run here.")
     return 0
 

@@ -197,6 +197,7 @@ def _take(done: Completion, output: Any, request: Request, now: float) -> None:
     first = output.outputs[0]
     assert done.logprobs is not None
     assert done.top_logprobs is not None
+    done.cached_tokens = int(getattr(output, "num_cached_tokens", None) or 0)
     if request.forced:
         if not output.finished:
             return

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from fasttrack.checks import CHECKS
 from fasttrack.checks.base import Unit
@@ -11,6 +11,7 @@ from fasttrack.errors import UsageError, nearest
 from fasttrack.gates import Scope, check_names
 from fasttrack.manifest.model import Manifest
 from fasttrack.plan.hardware import hardware_gap
+from fasttrack.plan.missing import missing
 from fasttrack.target import TargetDescription
 
 
@@ -25,7 +26,7 @@ class Plan:
     units: tuple[Unit, ...]
     gap: str  #: missing hardware, in a sentence; empty when this machine will do
     unused_gates: tuple[str, ...] = ()  #: declared gates whose check was not selected
-    notes: list[str] = field(default_factory=list)
+    missing: tuple[str, ...] = ()  #: what keeps a run here from a pass, ``gap`` among it; a sentence each
 
     @property
     def scope(self) -> Scope:
@@ -70,4 +71,6 @@ def make_plan(
     if doubled:
         raise AssertionError(f"two units are called {sorted(doubled)[0]}")
     unused = tuple(gate for gate in gates if check_of(gate) not in selected)
-    return Plan(manifest, description, name, selected, tuple(units), hardware_gap(manifest), unused)
+    return Plan(
+        manifest, description, name, selected, tuple(units), hardware_gap(manifest), unused, tuple(missing(manifest))
+    )

@@ -10,6 +10,7 @@ from typing import Any
 
 from fasttrack.checks import CHECKS
 from fasttrack.engines.cache import EngineCache
+from fasttrack.engines.vllm import llm_arguments
 from fasttrack.errors import UsageError
 from fasttrack.manifest import place
 from fasttrack.plan.planner import Plan
@@ -49,6 +50,22 @@ def preflight(plan: Plan, target: Target, path: Path) -> str:
         finally:
             engines.close()
     return checkpoint
+
+
+def check_options(plan: Plan, target: Target, path: Path) -> None:
+    """Refuse what can be told from the manifest alone: options that vLLM would not get from it as they are."""
+    if plan.manifest.engine.kind != "vllm":
+        return
+    drafted = {bool(cell.draft_length): cell for cell in reversed(plan.scope.cells())}
+    engines = EngineCache(target, plan.scope, Path("."), seed=0)
+    for cell in drafted.values():
+        spec = engines.spec(
+            "stock", tp=cell.tp, dcp=cell.dcp, draft_length=cell.draft_length, acceptance="none", options={}
+        )
+        try:
+            llm_arguments(spec, plan.description)
+        except UsageError as error:
+            raise _placed(error, path, "options", {}) from None
 
 
 def _option_sets(plan: Plan) -> Iterator[tuple[str, dict[str, Any]]]:

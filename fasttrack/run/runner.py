@@ -36,7 +36,7 @@ from fasttrack.run.folder import (
     write_json,
 )
 from fasttrack.run.journal import now
-from fasttrack.run.preflight import preflight
+from fasttrack.run.preflight import check_options, preflight
 from fasttrack.run.progress import Reporter, Silent
 from fasttrack.run.seeds import Seeds
 from fasttrack.target import Target, TargetDescription, find_target
@@ -87,6 +87,7 @@ def prepare(request: Request) -> Prepared:
     manifest, raw = load_manifest(request.manifest, description)
     manifest = bind_data(manifest, dict(request.data), request.manifest.parent)
     plan = make_plan(manifest, description, request.tier, request.checks, where=str(request.manifest))
+    check_options(plan, target, request.manifest)
     return Prepared(manifest, raw, target, description, plan)
 
 

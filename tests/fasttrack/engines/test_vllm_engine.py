@@ -106,7 +106,8 @@ class StandIn:
             logprobs = [{t: SimpleNamespace(logprob=-float(t)), 49: SimpleNamespace(logprob=-0.1)} for t in made]
             first = SimpleNamespace(token_ids=made, logprobs=logprobs, text="x" * len(made), finish_reason="length")
             scores = [None, *({t: SimpleNamespace(logprob=-float(t))} for t in prompt[1:])]
-            outputs.append(SimpleNamespace(request_id=name, outputs=[first], finished=finished, prompt_logprobs=scores))
+            told = {"request_id": name, "outputs": [first], "finished": finished, "prompt_logprobs": scores}
+            outputs.append(SimpleNamespace(**told, num_cached_tokens=len(prompt) - 1 or None))
             if finished:
                 del self.running[name]
         return outputs
@@ -139,6 +140,7 @@ def test_requests_are_admitted_at_their_step_and_come_back_in_order(stand_in):
     done = engine.generate(requests, run="r", on_step=steps.append)
     assert [c.id for c in done] == ["late", "early"]
     assert [c.token_ids for c in done] == [[10, 11], [10, 11, 12]]
+    assert [c.cached_tokens for c in done] == [1, 0]
     assert done[0].logprobs == [-10.0, -11.0]
     assert done[0].top_logprobs[0] == {10: -10.0, 49: -0.1}
     assert (done[1].finish_reason, done[1].text, len(done[1].token_times)) == ("length", "xxx", 3)
