@@ -6,7 +6,8 @@ the kernel differs between architectures. Run as a program::
     python -m kimi_k3.kernels.compile [--kinds] [--arch sm_90a ...] [--jobs N] [--cache DIR] [--only PREFIX] [--json F]
 
 prints kernel, architecture, registers, threads, shared memory, local frame and spill instructions, and exits with 1
-when a kernel spills or does not compile. ``--kinds`` takes one case of every kind of code instead of every case.
+when a kernel spills, does not compile, or takes longer than ``--limit``. Cases of the same code are compiled once.
+``--kinds`` takes one case of every kind of code instead of every case.
 """
 
 from __future__ import annotations
@@ -21,17 +22,17 @@ import json
 import os
 import sys
 import tempfile
-from collections.abc import Iterable
-from concurrent.futures import ProcessPoolExecutor
-from dataclasses import asdict, dataclass
-from multiprocessing import get_context
+from collections.abc import Hashable, Iterable
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from kimi_k3.kernels import compile_pool
 from kimi_k3.kernels import cubin as cubins
 from kimi_k3.kernels.contract import Contract
 
 ARCHES = ("sm_90a", "sm_100a", "sm_103a")
+LIMIT_S = 120.0  #: one compilation takes 0.3 to 2 s
 MODULES = ("stream_projection", "embed", "prefetch", "stream_read", "kda_core", "attn_res")
 _SHARED = (
     "cute_asm.py",
@@ -40,6 +41,7 @@ _SHARED = (
     "arch.py",
     "shapes.py",
     "compile.py",
+    "contract.py",
     "cubin.py",
     "runtime.py",
 )
@@ -51,6 +53,7 @@ class CompileCase:
 
     ``contract``: what an audit of the compiled code is to hold it to. ``kind``: cases that differ in nothing but sizes
     share it, and one of them stands for all where every case would take too long; default: a kind of its own.
+    ``code``: cases of a module with equal ones compile to the same code; None: nothing is known.
     """
 
     fn: Any
@@ -59,6 +62,7 @@ class CompileCase:
     smem: int
     contract: Contract
     kind: str = ""
+    code: Hashable | None = None
 
 
 @dataclass(frozen=True)
@@ -72,8 +76,8 @@ class Compiled:
     threads: int = 0
     smem: int = 0
     frame: int = 0
-    spill_loads: int | None = None
-    spill_stores: int | None = None
+    spill_loads: int = 0
+    spill_stores: int = 0
     ptx: str = ""  #: path
     cubin: str = ""  #: path
     error: str = ""
@@ -136,6 +140,8 @@ def cross_compile(module: str, case: str, arch: str, cache: Path) -> Compiled:
     try:
         item = load_cases(module, arch)[case]
         ptx, binary = _compile(item, arch)
+        if ".entry" not in ptx:
+            raise ValueError("the PTX has no kernel in it")
         (folder / "kernel.ptx").write_text(ptx, encoding="utf-8")
         (folder / "kernel.cubin").write_bytes(binary)
         found = cubins.resources(binary)
@@ -176,9 +182,25 @@ def _compile(item: CompileCase, arch: str) -> tuple[str, bytes]:
     return (ptx if isinstance(ptx, str) else ptx.decode()), bytes(binary)
 
 
-def _work(job: tuple[str, str, str, str]) -> Compiled:
+Job = tuple[str, str, str, str]  #: module, case, architecture, cache folder
+
+
+def _work(job: Job) -> Compiled:
     module, case, arch, cache = job
     return cross_compile(module, case, arch, Path(cache))
+
+
+def _lost(job: Job, reason: str) -> Compiled:
+    return Compiled(*job[:3], error=reason)
+
+
+def same_code(module: str, arch: str) -> dict[str, str]:
+    """Case -> the first case of the module that has the same code."""
+    first: dict[Hashable, str] = {}
+    return {
+        name: name if case.code is None else first.setdefault(case.code, name)
+        for name, case in sorted(load_cases(module, arch).items())
+    }
 
 
 def compile_all(
@@ -188,12 +210,15 @@ def compile_all(
     jobs: int = 0,
     only: str = "",
     kinds: bool = False,
+    limit_s: float = LIMIT_S,
 ) -> list[Compiled]:
     """The cases of every module for every architecture, in ``jobs`` processes (0: one per core); order is fixed.
 
-    ``only``: prefix of module/case. ``kinds``: one case of every kind.
+    ``only``: prefix of module/case. ``kinds``: one case of every kind. ``limit_s``: what takes longer has failed; not
+    enforced when one process does everything.
     """
     folder = cache or default_cache()
+    modules = tuple(modules)
     work = [
         (m, c, a, str(folder))
         for m in modules
@@ -201,15 +226,16 @@ def compile_all(
         for c in select(m, a, kinds)
         if f"{m}/{c}".startswith(only)
     ]
-    done = {job: cached(*job[:3], folder) for job in work}
-    todo = [job for job in work if done[job] is None]
+    alike = {(m, a): same_code(m, a) for m, _, a, _ in work}
+    stands_for = {(m, c, a, f): (m, alike[m, a][c], a, f) for m, c, a, f in work}
+    done = {job: cached(*job[:3], folder) for job in dict.fromkeys(stands_for.values())}
+    todo = [job for job, found in done.items() if found is None]
     jobs = min(jobs or os.cpu_count() or 1, -(-len(todo) // 4))
     if jobs <= 1:
         done |= {job: _work(job) for job in todo}
     else:
-        with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:
-            done |= dict(zip(todo, pool.map(_work, todo, chunksize=4), strict=True))
-    return [found for job in work if (found := done[job]) is not None]
+        done |= dict(compile_pool.run(todo, _work, jobs, limit_s, _lost))
+    return [replace(found, case=job[1]) for job in work if (found := done[stands_for[job]]) is not None]
 
 
 def table(results: Iterable[Compiled]) -> str:
@@ -221,9 +247,8 @@ def table(results: Iterable[Compiled]) -> str:
         if r.error:
             lines.append(f"{name:58s} {r.arch:8s} {r.error}")
             continue
-        spills = ["-" if s is None else str(s) for s in (r.spill_loads, r.spill_stores)]
-        numbers = f"{r.registers:4d} {r.threads:7d} {r.smem:7d} {r.frame:5d}"
-        lines.append(f"{name:58s} {r.arch:8s} {numbers} {spills[0]:>4s} {spills[1]:>4s}")
+        numbers = f"{r.registers:4d} {r.threads:7d} {r.smem:7d} {r.frame:5d} {r.spill_loads:4d} {r.spill_stores:4d}"
+        lines.append(f"{name:58s} {r.arch:8s} {numbers}")
     return "\n".join(lines)
 
 
@@ -233,17 +258,23 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--module", action="append", choices=MODULES, help="default: every kernel file")
     parser.add_argument("--kinds", action="store_true", help="one case of every kind of code; default: every case")
     parser.add_argument("--jobs", type=int, default=0, help="processes; 0: one per core")
+    parser.add_argument("--limit", type=float, default=LIMIT_S, help="seconds for one compilation")
     parser.add_argument("--cache", type=Path, default=None)
     parser.add_argument("--only", default="", help="prefix of module/case")
     parser.add_argument("--json", type=Path, default=None, help="also write the table as JSON")
     args = parser.parse_args(argv)
-    results = compile_all(args.module or MODULES, args.arch or ARCHES, args.cache, args.jobs, args.only, args.kinds)
+    results = compile_all(
+        args.module or MODULES, args.arch or ARCHES, args.cache, args.jobs, args.only, args.kinds, args.limit
+    )
     print(table(results))
     if args.json:
         args.json.write_text(json.dumps([asdict(r) for r in results], indent=1) + "\n", encoding="utf-8")
     bad = [r for r in results if not r.clean]
-    print(f"{len(results)} compilations, {len(bad)} with errors or spills")
-    return 1 if bad else 0
+    compiled = len({r.cubin or id(r) for r in results})
+    print(f"{len(results)} cases, {compiled} compilations, {len(bad)} with errors or spills")
+    for r in bad:
+        print(f"  {r.module}/{r.case} for {r.arch}: {r.error or 'spills'}")
+    return 1 if bad or not results else 0
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
 """Resources of a compiled kernel, read from the cubin itself: registers, local memory, shared memory, spills.
 
-Needs no CUDA: the numbers sit in ``.nv.info`` attributes. Spill instructions are counted in the disassembly when an
-``nvdisasm`` is installed (``NVDISASM``, the ``nvidia-cuda-nvdisasm`` package, or PATH).
+Needs no CUDA: the numbers sit in ``.nv.info`` attributes, and spill instructions are known by their opcodes.
+:func:`sass` disassembles, where an ``nvdisasm`` is installed (``NVDISASM``, the ``nvidia-cuda-nvdisasm`` package, or
+PATH).
 """
 
 from __future__ import annotations
@@ -14,23 +15,25 @@ import struct
 import subprocess
 import sysconfig
 import tempfile
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 _REGCOUNT, _FRAME_SIZE, _MAX_THREADS = 0x2F, 0x11, 0x05
+_LDL, _STL = 0x983, 0x387  #: opcodes of loads and stores of local memory, the same from sm_70 to sm_103
 
 
 @dataclass(frozen=True)
 class Resources:
-    """Per kernel. ``frame`` is local memory per thread in bytes; ``spill_*`` count LDL/STL (None: no disassembler)."""
+    """Per kernel. ``frame`` is local memory per thread in bytes; ``spill_*`` count LDL and STL instructions."""
 
     kernel: str
     registers: int
     frame: int
     static_smem: int
-    spill_loads: int | None
-    spill_stores: int | None
+    spill_loads: int
+    spill_stores: int
 
     @property
     def spills(self) -> bool:
@@ -74,6 +77,11 @@ def _symbols(sections: list[tuple[str, int, bytes, int]]) -> list[str]:
     return out
 
 
+def _opcodes(text: bytes) -> Iterator[int]:
+    """The low 12 bits of every 128-bit instruction."""
+    return (word & 0xFFF for word, _ in struct.iter_unpack("<QQ", text))
+
+
 @functools.cache
 def nvdisasm() -> str | None:
     """Path of a disassembler, or None."""
@@ -112,9 +120,8 @@ def resources(cubin: bytes) -> list[Resources]:
                 (registers if attr == _REGCOUNT else frames)[names[index]] = value
     kernels = sorted(n.removeprefix(".text.") for n, _, _, _ in sections if n.startswith(".text."))
     shared = {n.removeprefix(".nv.shared."): size for n, _, _, size in sections if n.startswith(".nv.shared.")}
-    code = sass(cubin)
-    loads = stores = None
-    if code:
-        loads = sum(bool(re.search(r"\bLDL\b", line)) for line in code)
-        stores = sum(bool(re.search(r"\bSTL\b", line)) for line in code)
-    return [Resources(k, registers.get(k, 0), frames.get(k, 0), shared.get(k, 0), loads, stores) for k in kernels]
+    code = {n.removeprefix(".text."): Counter(_opcodes(c)) for n, _, c, _ in sections if n.startswith(".text.")}
+    return [
+        Resources(k, registers.get(k, 0), frames.get(k, 0), shared.get(k, 0), code[k][_LDL], code[k][_STL])
+        for k in kernels
+    ]

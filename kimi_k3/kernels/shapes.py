@@ -6,7 +6,7 @@ Two models: the full Kimi K3, and a small one with the real per-head dimensions 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 #: batch rows (requests x (1 + draft length)) that a prepared step may have; padding goes up to the next one
 PREPARED_ROWS = (1, 2, 3, 4, 5, 6, 7, 8, 16, 32, 64)
@@ -88,10 +88,10 @@ class ProjectionShape:
     """y[m, n] = x[m, k] @ w[n, k]^T on one rank.
 
     ``fp32_rows``: the first rows of w whose outputs stay FP32 (router logits). ``situ``: w is [gate; up], the output
-    has n/2 columns.
+    has n/2 columns. Shapes that differ in nothing but ``op`` are equal: they share compiled code.
     """
 
-    op: str
+    op: str = field(compare=False)
     n: int
     k: int
     fp32_rows: int = 0

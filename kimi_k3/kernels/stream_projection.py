@@ -104,8 +104,7 @@ class StreamProjection:
         for m in rows:
             setting = (settings or {}).get(m) or setting_for(shape, m, fast)
             kernel = make_kernel(self.epilogue, setting, m)
-            tiles = token_tiles(m)
-            key = ("stream_projection", self.epilogue, _untriggered(setting), tiles)
+            key = code_key(self.epilogue, setting, m)
             self._code[m] = (runtime.compiled(key, kernel, fake_args()), setting)
 
     @property
@@ -177,6 +176,11 @@ def _pointer(tensor: torch.Tensor, dtype: torch.dtype) -> Any:
     return make_ptr(runtime.TYPES[dtype], tensor.data_ptr(), cute.AddressSpace.gmem, assumed_align=16)
 
 
+def code_key(epilogue: Epilogue, setting: Setting, m: int) -> tuple[Any, ...]:
+    """Equal for projections that compile to the same code."""
+    return ("stream_projection", epilogue, _untriggered(setting), token_tiles(m))
+
+
 def _untriggered(s: Setting) -> tuple[Any, ...]:
     return (s.kind, s.rows, s.stages, s.ksplit, s.kblk, s.warps, s.wm, s.wk, s.xstages, s.reuse, s.per_sm)
 
@@ -244,10 +248,12 @@ def compile_cases(arch: str) -> dict[str, CompileCase]:
         for m in (8, 16, 32, 64):
             targets, owner = publication(shape.op, shape.n, m, ranks)
             setting = setting_for(shape, m, ARCHES[arch].warpgroup_mma)
-            kernel = make_kernel(Epilogue(shape, targets, live, owner), setting, m)
+            used = Epilogue(shape, targets, live, owner)
+            kernel, code = make_kernel(used, setting, m), code_key(used, setting, m)
             contract = ROWS_CONTRACT if setting.kind == "rows" else TILES_CONTRACT
             epilogue = ("situ",) * shape.situ + ("fp32",) * bool(live) + ("own" if owner else "all",) * bool(targets)
             ring = ("split",) * (setting.ksplit > 1) + ("reuse",) * setting.reuse
             kind = "-".join((setting.kind, str(token_tiles(m)), *epilogue, *ring))
-            out[f"{name}-m{m}"] = CompileCase(kernel, fake_args(), kernel.threads, kernel.smem, contract, kind)
+            case = CompileCase(kernel, fake_args(), kernel.threads, kernel.smem, contract, kind, code)
+            out[f"{name}-m{m}"] = case
     return out

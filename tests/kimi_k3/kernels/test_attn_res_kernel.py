@@ -140,14 +140,6 @@ def test_compiled_code_is_named_clean_and_reads_early(arch):
         assert not any("STG" in line for line in code[:wait])
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("arch", ["sm_90a", "sm_100a", "sm_103a"])
-def test_sites_compile_without_spills(arch):
-    cases = compile_cases()
-    for name in list(cases)[::5]:
-        assert not cubin.resources(_compile(cases[name], arch)[1])[0].spills, name
-
-
 @pytest.mark.parametrize(
     ("hidden", "change", "message"),
     [

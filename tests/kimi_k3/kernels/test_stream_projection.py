@@ -113,11 +113,7 @@ def test_owner_columns_must_cover_the_output() -> None:
         Epilogue(SHAPE, targets=4, owner_width=16)
 
 
-@pytest.fixture(scope="module")
-def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("cute")
-
-
+CACHE = cross.default_cache()
 CASES = (
     "kimi-k3-tp8-kda_in_proj-m8",
     "kimi-k3-tp8-o_proj-m64",
@@ -128,8 +124,8 @@ CASES = (
 
 @pytest.mark.parametrize("arch", sorted(ARCHES))
 @pytest.mark.parametrize("case", CASES)
-def test_compiled_code(case: str, arch: str, cache: Path) -> None:
-    result = cross.cross_compile("stream_projection", case, arch, cache)
+def test_compiled_code(case: str, arch: str) -> None:
+    result = cross.cross_compile("stream_projection", case, arch, CACHE)
     assert result.clean, result.error or "spills"
     assert 0 < result.registers <= 255
     ptx = Path(result.ptx).read_text()
@@ -145,7 +141,8 @@ def test_compiled_code(case: str, arch: str, cache: Path) -> None:
         assert any("PREEXIT" in line for line in code), "dependents are never released"
 
 
-def test_cross_compilation_is_cached_and_failures_are_results(cache: Path) -> None:
+def test_cross_compilation_is_cached_and_failures_are_results(tmp_path: Path) -> None:
+    cache = tmp_path
     first = cross.cross_compile("prefetch", "walk", "sm_90a", cache)
     assert cross.cross_compile("prefetch", "walk", "sm_90a", cache) == first
     assert cross.cache_key("prefetch", "walk", "sm_90a") != cross.cache_key("prefetch", "walk", "sm_103a")
@@ -154,7 +151,7 @@ def test_cross_compilation_is_cached_and_failures_are_results(cache: Path) -> No
     assert "nothing" in bad.error
 
 
-def test_contract_names_the_compiled_kernel(cache: Path) -> None:
+def test_contract_names_the_compiled_kernel() -> None:
     from kimi_k3.kernels import embed, prefetch, stream_read
 
     for module, case, contract in (
@@ -164,7 +161,7 @@ def test_contract_names_the_compiled_kernel(cache: Path) -> None:
         ("prefetch", "walk", prefetch.CONTRACT),
         ("stream_read", "read", stream_read.CONTRACT),
     ):
-        result = cross.cross_compile(module, case, "sm_90a", cache)
+        result = cross.cross_compile(module, case, "sm_90a", CACHE)
         found = cubin.resources(Path(result.cubin).read_bytes())
         assert len(found) == 1
         assert found[0].kernel.startswith(contract.kernel)
