@@ -21,6 +21,7 @@ from fasttrack.bundle.content import (
     RUN,
     Records,
     Run,
+    SeedsInfo,
     load_records,
     parse_environment,
     parse_manifest,
@@ -33,6 +34,7 @@ from fasttrack.bundle.hashes import HASHES, HashList, parse_hashes
 from fasttrack.bundle.journal import parse_journal, plan_problems
 from fasttrack.bundle.layout import DIFF, diff_problems, layout_problems
 from fasttrack.bundle.planned import replan_problems
+from fasttrack.bundle.prompts import Ties, tie_prompts
 from fasttrack.bundle.verdicts import evaluate_all, parse_gates, scope_of, verdict_problems
 from fasttrack.errors import BundleError, UsageError
 from fasttrack.records.seeds import root_seed
@@ -63,6 +65,8 @@ class Verification:
     planned: int = 0  #: work units of the plan
     required: list[str] = field(default_factory=list)  #: gates that the manifest requires
     unfinished: list[str] = field(default_factory=list)  #: planned units without a finished attempt
+    ties: Ties = field(default_factory=Ties)  #: which prompts follow from the seeds, and what was not held against them
+    seeds: SeedsInfo | None = None
     judged_by: str = ""  #: version and commit of the fasttrack that ran and judged, as the bundle states them
 
     @property
@@ -159,6 +163,7 @@ def _check_meaning(found: Verification, contents: Mapping[str, bytes], present: 
         )
     scope = _try(found, lambda: scope_of(run))
     if scope is not None:
+        _tie(found, scope, run, records)
         found.problems += _try(found, lambda: list(replan_problems(run))) or []
         _check_verdicts(found, scope, run, records, contents)
 
@@ -185,11 +190,22 @@ def _judged_by(run: Run) -> str:
 
 
 def _check_seeds(found: Verification, run: Run) -> None:
-    seeds = run.info.seeds
+    seeds = found.seeds = run.info.seeds
     if seeds.manifest_sha256 != run.manifest_sha256:
         found.problems.append(f"{RUN}: seeds: derive from another manifest (sha256 {printable(seeds.manifest_sha256)})")
     if seeds.root != root_seed(head=seeds.head, manifest_sha256=seeds.manifest_sha256, nonce=seeds.nonce):
         found.problems.append(f"{RUN}: seeds: root does not derive from head, manifest digest and nonce")
+
+
+def _tie(found: Verification, scope: Scope, run: Run, records: Records) -> None:
+    try:
+        found.ties = tie_prompts(scope, run.info.seeds.root, records.records)
+    except BundleError as error:
+        found.problems.append(str(error))
+    except Exception as error:  # hostile numbers that a generator cannot take
+        text = printable(str(error))
+        found.problems.append(f"records: prompts cannot be drawn again ({type(error).__name__}: {text})")
+    found.problems += found.ties.problems
 
 
 def _check_verdicts(

@@ -103,6 +103,8 @@ class Context:
                 **({"overrides": dict(options)} if options else {}),
             },
             modules_loaded=loaded_below(self.description.optimized_modules),
+            vocab_size=info.vocab_size,
+            eos_token_ids=list(info.eos_token_ids),
         )
         return engine, info
 

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 TOKENS = 24  #: per request, where the feature does not ask for more
 ALONE = 1000  #: steps between two requests that must not meet
+ENDING = 5  #: tokens of a prompt's own end behind a prefix that others have as well
 ALTERNATIVES = 5  #: log-probabilities beside the chosen token
 
 #: Settings whose effect shows within :data:`TOKENS` tokens of a model that hardly repeats itself.
@@ -132,7 +133,7 @@ def prefix_reuse(run: FeatureRun) -> None:
     One after the other: in other company the rounding of a row's sums may differ, and bits are compared.
     """
     shared = run.requests(TOKENS // 3, count=4, prompt_tokens=6 * TOKENS)
-    ends = run.requests(TOKENS // 3, count=4, prompt_tokens=5, purpose="ends")
+    ends = run.requests(TOKENS // 3, count=4, prompt_tokens=ENDING, purpose="ends")
     asked = [replace(r, arrival_step=ALONE * i) for i, r in enumerate(shared)]
     # Half of the warming requests are the same prompts, half end otherwise.
     warming = [

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 
-from fasttrack.checks.base import Context, Unit, evidence
+from fasttrack.checks.base import Context, Unit, evidence, sha256_tokens
 from fasttrack.checks.schedule import together
 from fasttrack.errors import EvidenceError
 from fasttrack.records import CellKey, FreeRunRecord
@@ -46,7 +46,7 @@ def _batch(unit: Unit, ctx: Context, cell: CellKey, number: int, tokens: int) ->
         requests = asked(info)
         done = engine.generate(requests, run=f"{name}/{arm}")
         ctx.write_steps(engine.drain_ledger(), arm=arm, cell=cell, info=info)
-        for completion in done:
+        for request, completion in zip(requests, done, strict=True):
             ctx.record(
                 FreeRunRecord,
                 arm=arm,
@@ -55,6 +55,8 @@ def _batch(unit: Unit, ctx: Context, cell: CellKey, number: int, tokens: int) ->
                 batch=str(number),
                 request=completion.id,
                 reference=kind,
+                prompt_sha256=sha256_tokens(request.prompt),
+                prompt_tokens=len(request.prompt),
                 **describe(completion, reference[completion.id]),
             )
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from fasttrack.checks.base import Context, Unit, evidence
 from fasttrack.errors import UsageError
 from fasttrack.manifest.model import TaskConfig
-from fasttrack.records import EvalItemRecord, EvalTaskRecord, Evidence
+from fasttrack.records import CellKey, EvalItemRecord, EvalTaskRecord, Evidence
 from fasttrack.target import Engine, EngineInfo
 from fasttrack.tasks.data import bin_of, gated, metric_of, rows_digest, rows_for, task_file, write_task
 from fasttrack.tasks.second import second_choice, second_score
@@ -20,6 +20,7 @@ from fasttrack.tasks.sources import source_of
 
 if TYPE_CHECKING:
     from fasttrack.checks.lm import Observation
+    from fasttrack.gates.base import Scope
 
 #: Generated prompts are not longer than this, or than the longest context of the unit's bucket, in characters.
 GENERATED_CHARS = 512
@@ -41,12 +42,11 @@ def run(unit: Unit, ctx: Context) -> None:
             where=f"tasks.{task.name}.chat_template_sha256",
             expected=task.chat_template_sha256,
         )
-    longest = ctx.scope.bucket(cell.context).max if cell else GENERATED_CHARS
     rows = rows_for(
         task,
         items=plan.items,
         seed=ctx.seed(f"evals/task/{task.name}"),
-        max_chars=min(info.max_context, max(GENERATED_CHARS, longest)) - plan.max_tokens,
+        max_chars=longest_question(ctx.scope, task, cell, info.max_context),
     )
     _record_task(ctx, task, rows, template, info)
     with tempfile.TemporaryDirectory(prefix="fasttrack-task-") as folder:  # questions stay out of the run's folder
@@ -72,6 +72,12 @@ def run(unit: Unit, ctx: Context) -> None:
                 _record_item(
                     ctx, task, engine, sample, lm.observations[sample["doc_id"]], repeat, paths, evidence(info)
                 )
+
+
+def longest_question(scope: Scope, task: TaskConfig, cell: CellKey | None, max_context: int) -> int:
+    """Characters that a generated question may have: it and the answer fit the context bucket and the engine."""
+    longest = scope.bucket(cell.context).max if cell else GENERATED_CHARS
+    return min(max_context, max(GENERATED_CHARS, longest)) - scope.manifest.task_run(task, scope.tier).max_tokens
 
 
 def evaluate(lm: Any, name: str, folder: Path) -> list[dict[str, Any]]:

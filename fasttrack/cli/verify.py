@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from fasttrack.cli.untrusted import say, say_table
 from fasttrack.errors import UsageError
+
+if TYPE_CHECKING:
+    from fasttrack.bundle import Verification
 
 MAX_PROBLEMS = 200  #: printed; JSON has them all
 
@@ -43,6 +46,9 @@ def verify(
             "required": found.required,
             "planned": found.planned,
             "unfinished": found.unfinished,
+            "seeds": found.seeds.model_dump() if found.seeds else None,
+            "tied_to_seeds": dict(sorted(found.ties.tied.items())),
+            "not_tied_to_seeds": dict(sorted(found.ties.loose.items())),
             "binding": found.binding.state if found.binding else None,
             "problems": found.problems,
             "gates": [json.loads(result.model_dump_json()) for result in found.results],
@@ -60,6 +66,8 @@ def verify(
         say(f"required {passed} of {len(found.required)} required gates passed")
     if found.binding is not None:
         say(f"about    {found.binding.sentence}")
+    if found.seeds is not None:
+        _say_seeds(found)
     for unit in found.unfinished[:MAX_PROBLEMS]:
         say(f"missing  unit {unit} did not finish: the run cannot pass")
     for problem in found.problems[:MAX_PROBLEMS]:
@@ -76,3 +84,17 @@ def verify(
     if require and found.intact and found.verdict != require:
         say(f"required {require}, and the verdict is {found.verdict}")
     return code
+
+
+def _say_seeds(found: Verification) -> None:
+    """What the seeds derive from, and which prompts were drawn again from them."""
+    assert found.seeds is not None
+    nonce = "no nonce" if found.seeds.nonce is None else f"nonce {found.seeds.nonce!r}"
+    say(f"seeds    from commit {found.seeds.head or 'none'}, the manifest and {nonce}")
+    tied = ", ".join(f"{kind} {number}" for kind, number in sorted(found.ties.tied.items()))
+    say(f"tied     prompts drawn again from these seeds and found in the records: {tied or 'none'}")
+    reasons: dict[str, list[str]] = {}
+    for kind, reason in sorted(found.ties.loose.items()):
+        reasons.setdefault(reason, []).append(kind)
+    for reason, kinds in reasons.items():
+        say(f"not tied {', '.join(kinds)}: {reason}")

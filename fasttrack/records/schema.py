@@ -74,6 +74,8 @@ class EngineRecord(_Base):
     checkpoint: str  #: digest of the weights
     config: dict[str, Any]  #: everything resolved; arms are compared key by key
     modules_loaded: list[str] = []  #: loaded modules below the target's optimised packages
+    vocab_size: int | None = None  #: with the end tokens, what random prompts are drawn from
+    eos_token_ids: list[int] | None = None
 
 
 class StepRecord(_Base):
@@ -188,6 +190,8 @@ class FidelityRecord(_Base):
     largest_error: float | None = None  #: largest |logprob - oracle| of any token, nats
     largest_flip: float = 0.0  #: widest gap between the oracle's best two tokens that the arm turned over, nats
     exact: bool = False  #: measured with the engine's exact options
+    context: int | None = None  #: tokens of the sequence at its end, prompt included
+    late: bool = False  #: arrived after other requests had ended, so that slots and pages changed hands
     top1_flips: int
     near_ties: int  #: flips whose oracle top-2 gap is below the rounding bound
     nonfinite: int
@@ -256,6 +260,8 @@ class FreeRunRecord(_Base):
     repetitive: bool
     truncated: bool  #: ended by the length cap
     nonfinite: int  #: log-probabilities of emitted tokens that are no finite number
+    prompt_sha256: str = ""
+    prompt_tokens: int = 0
 
 
 class AcceptanceRecord(_Base):

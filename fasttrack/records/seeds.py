@@ -22,6 +22,11 @@ def derive_seed(root: str, *labels: str | int) -> int:
     return int(_digest("use", root, *(str(label) for label in labels))[:16], 16) >> 1
 
 
+def named_seed(root: str, name: str) -> int:
+    """A run's seed for ``name``, in [0, 2**31): small enough for every random generator in use."""
+    return derive_seed(root, name) % (1 << 31)
+
+
 def _digest(*parts: str) -> str:
     """Length-prefixed, so that no two lists of parts share an encoding."""
     data = b"".join(b"%d:%s" % (len(raw), raw) for raw in (part.encode("utf-8") for part in (_DOMAIN, *parts)))

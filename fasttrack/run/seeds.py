@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from fasttrack.records.seeds import derive_seed, root_seed
+from fasttrack.records.seeds import named_seed, root_seed
 
 
 @dataclass(frozen=True)
@@ -20,8 +20,7 @@ class Seeds:
         return root_seed(head=self.head, manifest_sha256=self.manifest_sha256, nonce=self.nonce)
 
     def seed(self, name: str) -> int:
-        """A seed in [0, 2**31) for ``name``; small enough for every random generator in use."""
-        return derive_seed(self.root, name) % (1 << 31)
+        return named_seed(self.root, name)
 
     def to_json(self) -> dict[str, str | None]:
         return {"head": self.head, "manifest_sha256": self.manifest_sha256, "nonce": self.nonce, "root": self.root}

@@ -74,6 +74,9 @@ def test_validate_bundle_verify(shell: Shell):
     verified = shell.run("verify", str(bundle), "--require", "pass")
     assert verified.returncode == 0, verified.stdout + verified.stderr
     assert "origin not proven" in verified.stdout
+    (tied,) = [line for line in verified.stdout.splitlines() if line.startswith("tied ")]
+    assert "isolation/a_a " in tied
+    assert "performance " in tied
     with (bundle / "records" / "isolation.jsonl").open("a") as file:
         file.write("\n")
     broken = shell.run("verify", str(bundle))

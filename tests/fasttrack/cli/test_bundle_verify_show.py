@@ -258,6 +258,9 @@ def test_verify_says_what_was_judged_and_what_did_not_finish(home: Path, capsys)
     assert f"manifest toy, sha256 {manifest}" in out
     assert "tier     smoke, 13 of 13 planned units finished" in out
     assert "required 4 of 4 required gates passed" in out
+    assert f"seeds    from commit {HEAD}, the manifest and no nonce" in out
+    assert "tied     prompts drawn again from these seeds and found in the records: none" in out
+    assert "not tied numerics: inputs are drawn by torch" in out
     assert not [line for line in out if line.startswith("missing")]
 
     def history(events):
@@ -275,3 +278,6 @@ def test_verify_says_what_was_judged_and_what_did_not_finish(home: Path, capsys)
     values = json.loads(call(capsys, "verify", path, "--json")[1])
     assert (values["unfinished"], values["planned"], len(values["required"])) == ([unit], 13, 4)
     assert values["manifest_sha256"] == manifest
+    assert values["seeds"]["head"] == HEAD
+    assert values["tied_to_seeds"] == {}
+    assert values["not_tied_to_seeds"]["numerics"] == "inputs are drawn by torch"

@@ -72,7 +72,7 @@ def test_first_line_says_how_much_of_the_claim_the_tier_ran(tmp_path: Path):
 def test_the_nonce_is_not_said_to_show_more_than_is_checked(tmp_path: Path):
     text = report(tmp_path)
     assert "younger than the nonce" not in text
-    assert "not that the records were drawn with it" in text
+    assert "That a machine computed the answers, only a re-run shows." in text
 
 
 def test_first_line_names_the_gates_that_failed_or_lack_evidence(tmp_path: Path):
