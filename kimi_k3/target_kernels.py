@@ -85,6 +85,7 @@ def _measured(benchmark: Benchmark) -> KernelMeasurement:
 
     floor = _read_floor()
     kernel, library = benchmark.time(floor, REPLAYS)
+    torch.cuda.empty_cache()  # the next one's buffers have other sizes
     return KernelMeasurement(
         kernel=_timing(kernel),
         floor_s=benchmark.bytes / (floor * 1e12),

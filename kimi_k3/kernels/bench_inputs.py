@@ -15,6 +15,7 @@ from kimi_k3.kernels.kda_core import HEAD, KdaCore, Settings
 from kimi_k3.kernels.kda_core_launch import PreparedKdaCore, choose
 from kimi_k3.kernels.shapes import ProjectionShape, pad16
 from kimi_k3.kernels.stream_projection import StreamProjection
+from kimi_k3.kernels.stream_projection_settings import publication
 
 XS = 8  #: distinct activations of a projection
 
@@ -27,6 +28,34 @@ def normal_on(device: str, seed: int = 1) -> Callable[..., Tensor]:
         return (torch.randn(*shape, generator=generator, device=device) * scale).to(dtype)
 
     return normal
+
+
+class Peers:
+    """Mailboxes of ``ranks`` peers for one projection of ``m`` rows, all on this GPU, as the executor lays them out.
+
+    ``boxes`` [ranks, m, columns of all ranks] BF16 for what goes to everyone, or [ranks, m, own columns]; ``logits``
+    [ranks, m, FP32 columns of all ranks] FP32 where there are any. The playing rank is ``rank``. NaN is idle.
+    """
+
+    def __init__(
+        self, shape: ProjectionShape, live: int, m: int, ranks: int, rank: int = 0, device: str = "cuda"
+    ) -> None:
+        self.targets, self.owner_width = publication(shape.op, shape.n, m, ranks)
+        own = shape.n - shape.fp32_rows
+        spread = ranks if shape.fp32_rows else 1  # every rank has its own columns of the front; partials overlap
+        self.first, self.first32 = (rank * own, rank * live) if shape.fp32_rows else (0, 0)
+        width = self.owner_width or own * spread
+        self.boxes = torch.full((ranks, m, width), torch.nan, dtype=torch.bfloat16, device=device)
+        self.logits = torch.full((ranks, m, ranks * live), torch.nan, device=device) if live else None
+        self.pitch = (width, ranks * live)
+        slots = [
+            (
+                self.boxes[d, :, self.first :].data_ptr(),
+                0 if self.logits is None else self.logits[d, :, self.first32 :].data_ptr(),
+            )
+            for d in range(ranks)
+        ]
+        self.table = torch.tensor(slots, dtype=torch.int64, device=device)
 
 
 class ProjectionLayers:
@@ -46,6 +75,9 @@ class ProjectionLayers:
 
     def launch(self, op: StreamProjection, i: int) -> None:
         op.run(self.xs[i % XS], self.weights[i], self.y, self.y32)
+
+    def publish(self, op: StreamProjection, peers: Peers, i: int) -> None:
+        op.run(self.xs[i % XS], self.weights[i], table=peers.table, pitch=peers.pitch)
 
     def matmul(self, i: int) -> None:
         """The same product by torch, without an epilogue."""

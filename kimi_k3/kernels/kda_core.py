@@ -350,7 +350,7 @@ KdaCore.kernel.set_name_prefix("k3_kda_core", keep_mangled_name=False)
 def compile_cases() -> dict[str, CompileCase]:
     """The prepared settings of every shard: plain decode of all prepared rows, verify of 4 to 8 tokens.
 
-    Tables as the executor has them, 1 or 8 slots of int64; of int32 for plain decode without a table and for 8 tokens.
+    Tables as the executor has them, 1 to 8 slots of int64; of int32 for plain decode without a table and for 8 tokens.
     """
     from kimi_k3.kernels.kda_core_launch import choose, kernel_args
 
@@ -361,6 +361,7 @@ def compile_cases() -> dict[str, CompileCase]:
         steps += [(1, 8, 8, n) for n in (1, 64)]
         lengths = (4, 5, 6, 7, 8) if model == "kimi-k3" else (8,)
         steps += [(t, 8, index, n // t) for t in lengths for n in (t, 16, 64) for index in ((4, 8) if t == 8 else (8,))]
+        steps += [(t, t, 8, 16 // t) for t in lengths if t < 8]
         for tokens, columns, index, requests in steps:
             s = choose(shape.heads, tokens, max(1, requests))
             kernel = KdaCore(shape.heads, shape.kda_rows, tokens, columns, index, s)

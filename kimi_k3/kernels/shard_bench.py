@@ -6,6 +6,7 @@ replays of a CUDA graph, per launch, with own weights or states for every launch
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -16,6 +17,7 @@ from kimi_k3.kernels.attn_res_cases import moved_bytes as residual_bytes
 from kimi_k3.kernels.bench import Timing
 from kimi_k3.kernels.kda_core_cases import moved_bytes as kda_bytes
 from kimi_k3.kernels.shapes import FULL, ModelShape, ProjectionShape
+from kimi_k3.kernels.stream_projection_settings import publication
 
 ROWS = {"smoke": (1, 8, 64), "standard": (1, 2, 4, 8, 16, 32, 64), "full": (1, 2, 4, 8, 16, 32, 64)}
 VERIFY = (4, 8)  #: rows per request of the timed verify steps
@@ -34,6 +36,9 @@ OPS = {
     "dense_down": "dense_down_push",
     "lm_head": "lm_head",
 }
+#: published in the executor: to all ranks or to the owners of the columns; timed like that at these rows as well
+PUBLISHED = ("o_proj", "moe_front", "shared_down", "dense_down")
+PUBLISHED_ROWS = (1, 8, 64)
 LARGE = ("kda_in_proj", "mla_in_proj", "o_proj", "dense_gate_up", "dense_down", "lm_head")
 
 #: attention-residual sites: before attention with the most and the fewest saved blocks, a block opener, the last one
@@ -112,6 +117,13 @@ def benchmarks(tier: str = "standard", tps: Sequence[int] = (8, 16), model: Mode
                 size, name = shape.bytes(m), f"{shape.op}/tp{tp}/m{m}"
                 sizes = f"{shape.n} x {shape.k}" + (", SiTU" if shape.situ else "")
                 yield Benchmark(OPS[shape.op], name, sizes, tp, m, 1, size, goal, time)
+        for shape in (s for op, s in shard.projections().items() if op in PUBLISHED):
+            live = model.experts // tp if shape.fp32_rows else 0
+            for m in PUBLISHED_ROWS:
+                size, name = published_bytes(shape, m, tp), f"{shape.op}/tp{tp}/m{m}/published"
+                time = partial(time_publication, shape, live, m, tp, size)
+                sizes = f"{shape.n} x {shape.k}, published"
+                yield Benchmark(OPS[shape.op], name, sizes, tp, m, 1, size, None, time)
         plain = [(m, 1) for m in ROWS[tier]]
         verify = [(m // q, q) for q in VERIFY for m in ROWS[tier] if m % q == 0]
         for requests, q in (*plain, *verify):
@@ -140,35 +152,72 @@ def time_projection(
     count = bench.distinct(shape.weight_bytes)
     layers = ProjectionLayers(shape, live, m, count)
     name, size = f"{shape.op} {shape.n}x{shape.k} m{m}", shape.bytes(m)
-    launch = partial(layers.launch, op)
-    return (
-        bench.time_launches(name, launch, count, bytes_per_launch=size, floor_tbps=floor, replays=replays),
-        bench.time_launches(
-            f"{name} torch.mm", layers.matmul, count, bytes_per_launch=size, floor_tbps=floor, replays=replays
-        ),
-    )
+    return _both(name, partial(layers.launch, op), ("torch.mm", layers.matmul), count, size, floor, replays)
+
+
+def published_bytes(shape: ProjectionShape, m: int, ranks: int) -> int:
+    """As :meth:`ProjectionShape.bytes`, with the output written once per rank that it goes to."""
+    copies = 1 if publication(shape.op, shape.n, m, ranks)[1] else ranks
+    return shape.bytes(m) + (copies - 1) * 2 * m * (shape.n + shape.fp32_rows)
+
+
+def time_publication(
+    shape: ProjectionShape, live: int, m: int, ranks: int, size: int, floor: float, replays: int = 60
+) -> tuple[Timing, Timing | None]:
+    """The projection with the executor's epilogue; all mailboxes are on this GPU, so no link is in it."""
+    from kimi_k3.kernels.bench_inputs import Peers, ProjectionLayers
+    from kimi_k3.kernels.stream_projection import StreamProjection
+
+    peers = Peers(shape, live, m, ranks)
+    op = StreamProjection(shape, (m,), targets=peers.targets, live=live, owner_width=peers.owner_width)
+    count = bench.distinct(shape.weight_bytes)
+    layers = ProjectionLayers(shape, live, m, count)
+    name = f"{shape.op} {shape.n}x{shape.k} m{m} published"
+    return _both(name, partial(layers.publish, op, peers), None, count, size, floor, replays)
 
 
 def time_kda(
     heads: int, requests: int, query_len: int, size: int, floor: float, replays: int = 60
 ) -> tuple[Timing, Timing | None]:
+    from kimi_k3.kernels import stock
     from kimi_k3.kernels.bench_inputs import KdaLayers
 
     count = bench.distinct(size, most=256)
     layers = KdaLayers(heads, requests, query_len, VERIFY_SLOTS if query_len > 1 else 0, count)
     kernels = layers.prepared()
     name = f"kda_core h{heads} B{requests} q{query_len}"
-    launch = partial(layers.launch, kernels)
-    return bench.time_launches(name, launch, count, bytes_per_launch=size, floor_tbps=floor, replays=replays), None
+    ours, theirs = partial(layers.launch, kernels), stock.kda(layers)
+    return _both(name, ours, theirs, count, size, floor, replays)
 
 
 def time_residual(
     site: str, rows: int, hidden: int, size: int, floor: float, replays: int = 60
 ) -> tuple[Timing, Timing | None]:
+    from kimi_k3.kernels import stock
     from kimi_k3.kernels.bench_inputs import ResidualSites
 
     count = bench.distinct(size, total=400_000_000, most=256)
     sites = ResidualSites(SITES[site], rows, hidden, count)
-    launch = partial(sites.launch, sites.prepared())
-    name = f"attn_res {site} H{hidden} M{rows}"
-    return bench.time_launches(name, launch, count, bytes_per_launch=size, floor_tbps=floor, replays=replays), None
+    ours, theirs = partial(sites.launch, sites.prepared()), stock.residual(sites)
+    return _both(f"attn_res {site} H{hidden} M{rows}", ours, theirs, count, size, floor, replays)
+
+
+def _both(
+    name: str,
+    ours: Callable[[int], None],
+    theirs: tuple[str, Callable[[int], None]] | None,
+    count: int,
+    size: int,
+    floor: float,
+    replays: int,
+) -> tuple[Timing, Timing | None]:
+    def timed(name: str, launch: Callable[[int], None]) -> Timing:
+        return bench.time_launches(name, launch, count, bytes_per_launch=size, floor_tbps=floor, replays=replays)
+
+    mine, library = timed(name, ours), None
+    if theirs is not None:
+        try:
+            library = timed(*theirs)
+        except RuntimeError as error:  # a kernel of somebody else that cannot be captured is not ours to fail for
+            print(f"kimi_k3: {theirs[0]} could not be timed: {str(error).splitlines()[0]}", file=sys.stderr)
+    return mine, library

@@ -14,7 +14,6 @@ import torch
 from cutlass import Int32
 from cutlass.cute.runtime import make_fake_stream, make_ptr
 
-from kimi_k3.decode.plan import TWO_PHASE_ROWS
 from kimi_k3.kernels import runtime, shapes
 from kimi_k3.kernels.arch import ARCHES, of_capability
 from kimi_k3.kernels.compile import CompileCase
@@ -22,7 +21,7 @@ from kimi_k3.kernels.shapes import PREPARED_ROWS, ProjectionShape
 from kimi_k3.kernels.stream_projection_epilogue import SITU_BETA, SITU_LINEAR_BETA, Epilogue
 from kimi_k3.kernels.stream_projection_rows import CONTRACT as ROWS_CONTRACT
 from kimi_k3.kernels.stream_projection_rows import RowsKernel
-from kimi_k3.kernels.stream_projection_settings import Setting, setting_for, token_tiles
+from kimi_k3.kernels.stream_projection_settings import Setting, publication, setting_for, token_tiles
 from kimi_k3.kernels.stream_projection_tiles import CONTRACT as TILES_CONTRACT
 from kimi_k3.kernels.stream_projection_tiles import TilesKernel
 
@@ -230,14 +229,6 @@ def cases() -> dict[str, tuple[ProjectionShape, int]]:
             for op, shape in s.projections().items():
                 out[f"{model}-tp{tp}-{op}"] = (shape, live if shape.fp32_rows else 0)
     return out
-
-
-def publication(op: str, n: int, m: int, ranks: int) -> tuple[int, int]:
-    """(targets, owner width) with which the executor launches ``op`` of ``n`` columns at ``m`` rows."""
-    if op not in ("o_proj", "moe_front", "shared_down", "dense_down"):
-        return 0, 0
-    to_everyone = op == "moe_front" or (op == "o_proj" and m < TWO_PHASE_ROWS)
-    return ranks, 0 if to_everyone else n // ranks
 
 
 def compile_cases(arch: str) -> dict[str, CompileCase]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from kimi_k3.decode.plan import TWO_PHASE_ROWS
 from kimi_k3.kernels.shapes import ProjectionShape
 
 #: dynamic shared memory of a block, at most, so that the next launch's blocks fit beside the running ones
@@ -219,3 +220,11 @@ def _many(shape: ProjectionShape, tiles: int) -> Setting:
                 )
     assert best is not None
     return best[1]
+
+
+def publication(op: str, n: int, m: int, ranks: int) -> tuple[int, int]:
+    """(targets, owner width) with which the executor launches ``op`` of ``n`` columns at ``m`` rows."""
+    if op not in ("o_proj", "moe_front", "shared_down", "dense_down"):
+        return 0, 0
+    to_everyone = op == "moe_front" or (op == "o_proj" and m < TWO_PHASE_ROWS)
+    return ranks, 0 if to_everyone else n // ranks

@@ -14,7 +14,7 @@ from kimi_k3 import target_kernels
 from kimi_k3.decode.ops import SCHEMAS
 from kimi_k3.kernels import attn_res_cases, kda_core_cases, shapes, shard_bench
 from kimi_k3.kernels.bench import Timing
-from kimi_k3.kernels.bench_inputs import XS, KdaLayers, ProjectionLayers, ResidualSites
+from kimi_k3.kernels.bench_inputs import XS, KdaLayers, Peers, ProjectionLayers, ResidualSites
 from kimi_k3.kernels.shard_bench import OPS, SITES, Goal, benchmarks
 from kimi_k3.kernels.stream_projection import cases, reference
 from kimi_k3.target import TARGET
@@ -141,3 +141,32 @@ def test_residual_data(site: str) -> None:
     out = s.out[1].clone()
     attn_res_cases.reference(s.delta[1], s.prefix[1], s.blocks[1], s.query[1], s.gamma[1], None, out, **SITES[site])
     assert bool(out.isfinite().all())
+
+
+def test_published_outputs_are_timed_and_counted() -> None:
+    found = {b.name for b in ALL if b.name.endswith("/published")}
+    ops = ("o_proj", "moe_front", "shared_down", "dense_down")
+    assert found == {f"{op}/tp{tp}/m{m}/published" for op in ops for tp in (8, 16) for m in (1, 8, 64)}
+    assert all(BY_NAME[name].goal is None for name in found)
+    weights = 2 * 7168 * 1536
+    assert BY_NAME["o_proj/tp8/m8/published"].bytes == weights + 2 * 8 * 1536 + 8 * 2 * 8 * 7168  # to eight ranks
+    assert BY_NAME["o_proj/tp8/m64/published"].bytes == BY_NAME["o_proj/tp8/m64"].bytes  # to the owners
+    assert BY_NAME["moe_front/tp16/m1/published"].bytes > BY_NAME["moe_front/tp16/m1"].bytes
+
+
+@pytest.mark.parametrize(("name", "m"), [("o_proj", 8), ("o_proj", 64), ("moe_front", 8), ("shared_down", 1)])
+def test_addresses_of_the_peers(name: str, m: int) -> None:
+    """Written through the table and the pitch as the kernel does, a rank's columns land where readers look."""
+    shape, live = cases()[f"small-tp8-{name}"]
+    ranks, rank = 8, 3
+    p = Peers(shape, live, m, ranks, rank, "cpu")
+    own = shape.n - shape.fp32_rows
+    assert p.targets == ranks
+    assert p.boxes.shape == (ranks, m, p.owner_width or (own * ranks if live else own))
+    for d in range(ranks):
+        at = (int(p.table[d, 0]) - p.boxes.data_ptr()) // 2
+        assert at == d * m * p.pitch[0] + (rank * own if live else 0)
+        assert at + (m - 1) * p.pitch[0] + (p.owner_width or own) <= (d + 1) * m * p.pitch[0]
+        if p.logits is not None:
+            at = (int(p.table[d, 1]) - p.logits.data_ptr()) // 4
+            assert at == d * m * p.pitch[1] + rank * live
