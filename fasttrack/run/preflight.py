@@ -21,14 +21,15 @@ def preflight(plan: Plan, target: Target, path: Path) -> str:
     """Read the tasks' data and build the embedded engines once; returns the digest of the checkpoint.
 
     Engines are those of both arms, for the first cell without drafts and the first with them, under each set of
-    options that the manifest at ``path`` gives. Engines of other kinds are too heavy to start twice: the digest is
-    empty. Raises :class:`UsageError` with the manifest's line of an option that the target does not take.
+    options that the manifest at ``path`` gives. Engines of other kinds are too heavy to start twice, and a plan of
+    kernels alone (of a shard that no engine can hold) runs none: the digest is empty. Raises :class:`UsageError` with
+    the manifest's line of an option that the target does not take.
     """
     for name in plan.checks:
         check_data = getattr(CHECKS[name], "preflight", None)
         if check_data is not None:
             check_data(plan.manifest, plan.tier, path.parent)
-    if plan.manifest.engine.kind != "embedded":
+    if plan.manifest.engine.kind != "embedded" or not any(unit.engine for unit in plan.units):
         return ""
     cells = {bool(cell.draft_length): cell for cell in reversed(plan.scope.cells())}
     checkpoint = ""

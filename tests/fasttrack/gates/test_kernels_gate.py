@@ -14,9 +14,9 @@ from fasttrack.engines.cache import EngineCache
 from fasttrack.errors import EvidenceError
 from fasttrack.gates import GATES, Scope
 from fasttrack.manifest.model import Manifest
-from fasttrack.plan.planner import make_plan
+from fasttrack.plan.planner import Plan, make_plan
 from fasttrack.records import PerformanceRecord
-from fasttrack.run.runner import Prepared, preflight
+from fasttrack.run.preflight import preflight
 from fasttrack.target import KernelBenchmark, KernelMeasurement, KernelTiming
 
 MANIFEST = {
@@ -136,10 +136,10 @@ def test_kernels_alone_need_no_engine(tmp_path):
     """The checkpoint of a shard is one that no engine can hold."""
     description, path = TARGET.describe(), tmp_path / "m.yaml"
 
-    def prepared(*gates: str) -> Prepared:
+    def plan(*gates: str) -> Plan:
         manifest = Manifest.model_validate({**MANIFEST, "gates": {"required": list(gates)}})
-        return Prepared(manifest, b"", NoEngine(), description, make_plan(manifest, description, "smoke"))
+        return make_plan(manifest, description, "smoke")
 
-    assert preflight(prepared("performance.kernels", "numerics.error"), path) == ""
+    assert preflight(plan("performance.kernels", "numerics.error"), NoEngine(), path) == ""
     with pytest.raises(AssertionError, match="an engine was built"):
-        preflight(prepared("performance.kernels", "isolation.refusals"), path)
+        preflight(plan("performance.kernels", "isolation.refusals"), NoEngine(), path)

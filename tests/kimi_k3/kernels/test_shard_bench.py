@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 from collections import Counter
+from pathlib import Path
 
 import pytest
 import torch
 
 pytest.importorskip("cutlass")
 
+from fasttrack.bundle import seal, verify
+from fasttrack.errors import UsageError
+from fasttrack.plan import planner
+from fasttrack.run.runner import Request, validate
 from fasttrack.target import KernelBenchmarkTarget
 from kimi_k3 import target_kernels
 from kimi_k3.decode.ops import SCHEMAS
@@ -170,3 +175,35 @@ def test_addresses_of_the_peers(name: str, m: int) -> None:
         if p.logits is not None:
             at = (int(p.table[d, 1]) - p.logits.data_ptr()) // 4
             assert at == d * m * p.pitch[1] + rank * live
+
+
+@pytest.mark.parametrize("tier", ["smoke", "standard"])
+def test_the_manifest_of_an_h200_from_plan_to_verified_bundle(
+    tier: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """All but the GPU: times are made up, 9 us over a floor that makes every goal but a few."""
+
+    def time(*args: object) -> tuple[Timing, Timing]:
+        return Timing("ours", 9.0, 8.0, 10.0, 60, 16), Timing("torch.mm", 10.0, 9.0, 11.0, 60, 16)
+
+    for name in ("time_projection", "time_publication", "time_kda", "time_residual"):
+        monkeypatch.setattr(shard_bench, name, time)
+    monkeypatch.setattr(target_kernels, "_read_floor", lambda: 4.6)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H200")
+    monkeypatch.setattr(planner, "hardware_gap", lambda manifest: "")
+    manifest = Path(__file__).parents[3] / "configs/kimi-k3-h200-shard.yaml"
+    outcome = validate(Request(manifest, tier, ("performance",), run_dir=tmp_path / "run"))
+    verdicts = {r.gate: r for r in outcome.results}
+    assert verdicts["performance.kernels"].verdict == "pass"
+    assert "missed: " in verdicts["performance.kernels"].reason
+    assert verdicts["numerics.error"].verdict == "not_run"
+    timed = {n.name for n in verdicts["performance.kernels"].numbers}
+    assert {b.name for b in benchmarks(tier)} <= timed
+    sealed = verify(seal(tmp_path / "run", tmp_path / "bundles", pr=1))
+    assert sealed.intact
+    assert sealed.verdict == "inconclusive"
+
+
+def test_options_are_checked_where_no_engine_is_built() -> None:
+    with pytest.raises(UsageError, match="unknown option"):
+        TARGET.numerics_cases("smoke", {"checkpiont": "shard"})
