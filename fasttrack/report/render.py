@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from jinja2 import Environment, PackageLoader, StrictUndefined, Template
 
 from fasttrack.report.coverage import coverage_grid, probe_rows
+from fasttrack.report.evidence import fidelity_rows, provider_groups
 from fasttrack.report.svg import layout
 from fasttrack.report.tables import (
     arm_differences,
@@ -75,6 +76,10 @@ def render(
         cannot_show=_cannot_show(scope, stamps, binding),
         stamps=stamps,
         failed=run.journal.failed_attempts(),
+        emulated=any(stamp == "emulated" for stamp, _, _, _ in stamps),
+        selected={result.gate for result in results},
+        fidelity=fidelity_rows(scope, records),
+        providers=provider_groups(records),
         differences=differences,
         compared=compared,
         performance=performance_table(records),

@@ -7,11 +7,11 @@ from typing import Any
 from fasttrack.report.coverage import Grid
 from fasttrack.report.text import plain
 
-#: State -> (fill, what it means). Distinguishable in grey and for the colour-blind.
+#: State -> (fill, what it means). What the colours say, the numbers in the boxes say as well.
 STATES = {
     "full": ("#8fd19e", "all specialised"),
     "partial": ("#ffd166", "some fell back"),
-    "none": ("#ef8a8a", "all fell back"),
+    "none": ("#e0706b", "all fell back"),
     "empty": ("#f4c2e7", "planned, no steps"),
     "unplanned": ("#e3e3e3", "claimed, not in this tier"),
 }
@@ -21,7 +21,7 @@ _BOX, _GAP, _ROW, _CHARACTER = 62, 4, 30, 7
 def layout(grid: Grid) -> dict[str, Any]:
     """Template variables. Widths are estimated from character counts: no font is measured."""
     labels = [plain(row.label, 60) for row in grid.rows]
-    left = 16 + _CHARACTER * max([len(label) for label in labels] + [len("requests")])
+    left = 16 + _CHARACTER * max([len(label) for label in labels] + [len("specialised / all steps")])
     pitch = _BOX + _GAP
     columns = [{"x": left + i * pitch + _BOX // 2, "text": str(c)} for i, c in enumerate(grid.columns)]
     rows = [
@@ -33,7 +33,7 @@ def layout(grid: Grid) -> dict[str, Any]:
     for fill, text in STATES.values():
         legend.append({"x": x, "y": bottom, "fill": fill, "text": text})
         x += 34 + _CHARACTER * len(text)
-    width = max(left + len(columns) * pitch + 8, x)
+    width = max(left + len(columns) * pitch + 8 + _CHARACTER * len("requests at once"), x)
     return {"width": width, "height": bottom + 24, "columns": columns, "rows": rows, "legend": legend}
 
 

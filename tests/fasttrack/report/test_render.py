@@ -19,11 +19,14 @@ from toy_run import (
     step,
     write_run,
 )
+from toy_run import (
+    cell as cell_of,
+)
 
 from fasttrack.bundle.binding import Binding
 from fasttrack.bundle.content import load_records, load_run, reader, run_files
 from fasttrack.bundle.verdicts import evaluate_all, scope_of
-from fasttrack.records import Evidence, PublishedRecord, RefusalRecord
+from fasttrack.records import Evidence, FidelityRecord, PublishedRecord, RefusalRecord
 from fasttrack.report import render, render_figure
 from fasttrack.report.drill import records_of_gate, rows
 from fasttrack.report.text import cell, code, number
@@ -102,6 +105,64 @@ def test_coverage_grid_counts_the_optimised_arm_and_leaves_probes_out(tmp_path: 
     assert table(text, "## Coverage") == [["decode, TP 2, short", "3/3", "3/4", "-"]]
     assert "6 of 7 steps of claimed cells, over all checks, ran specialised." in text
     assert "Fallback reasons inside the scope: switched_off 1." in text
+
+
+def fidelity(requests: int, arm: str, **changes: Any) -> FidelityRecord:
+    fields = {"kl_max": 0.0, "abs_error_sum": 0.0, "abs_error_max": 0.0, "near_ties": 0, "nonfinite": 0}
+    return FidelityRecord(
+        unit="evals/fidelity/x",
+        arm=arm,
+        cell=cell_of(requests),
+        evidence=EMULATED,
+        **{**fields, "sequence": "0", "positions": 10, "kl_sum": 0.5, "top1_flips": 1, "context": 40, **changes},
+    )
+
+
+def test_fidelity_says_which_cells_contexts_and_providers_it_covers(tmp_path: Path):
+    scope, run, records, results = loaded(write_run(tmp_path / "run"))
+    records += [
+        fidelity(1, "stock"),
+        fidelity(1, "optimized", kl_sum=0.25, top1_flips=0),
+        fidelity(4, "optimized", context=9, sequence="1"),  # claimed, but not in this tier
+        fidelity(1, "optimized", exact=True, context=None),
+        step("evals/fidelity/x", 1, 0, providers={"toy::head": "cute", "toy::update": "torch"}),
+        step("evals/fidelity/x", 1, 1, "stock", providers={"toy::head": "nobody"}),
+        step("elsewhere", 1, 1, providers={"toy::head": "torch", "toy::update": "torch"}),
+    ]
+    text = render(scope, run, records, results)
+    assert table(text, "## Fidelity") == [
+        [
+            "decode, TP 2, short",
+            "as claimed",
+            "1 of 2 (1)",
+            "2",
+            "20",
+            "9 to 40",
+            "0.0375 / 0.05",
+            "1 / 1",
+            "cute, torch",
+        ],
+        ["decode, TP 2, short", "exact", "1 of 2 (1)", "1", "10", "not recorded", "0.05 / -", "1 / 0", "cute, torch"],
+    ]
+    assert table(text, "## Who served") == [
+        ["1: toy::head", "cute in 1 step, torch in 1 step"],
+        ["1: toy::update", "torch in 2 steps"],
+    ]
+
+
+def test_what_a_newcomer_trips_over_is_explained_where_it_occurs(tmp_path: Path):
+    text = report(tmp_path)
+    numbers = text.index("### The numbers that decided")
+    assert text.index("1 is an element exactly at its bound, and no sign of trouble") > numbers
+    assert "Slower than stock is to be expected" in text
+    assert "*Emulated* evidence comes from a CPU" in text
+    assert "error ratio" not in text, "explained although no such gate was selected"
+    assert "No sequence was teacher-forced." in text
+    scope, run, records, results = loaded(tmp_path / "run")
+    real = [r.model_copy(update={"evidence": Evidence(kind="measured", device="GPU")}) for r in records]
+    told = render(scope, run, real, results)
+    assert "*Emulated* evidence" not in told
+    assert "Slower than stock" not in told
 
 
 def test_a_planned_cell_without_steps_is_not_blank(tmp_path: Path):
