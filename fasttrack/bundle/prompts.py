@@ -24,6 +24,7 @@ from fasttrack.records import (
     FreeRunRecord,
     GenerationRecord,
     NumericsRecord,
+    SampledRecord,
 )
 from fasttrack.records.seeds import named_seed
 
@@ -35,6 +36,7 @@ MAX_DRAWS = 64_000_000  #: tokens drawn again; a real run has far fewer
 MAX_NAMED = 5  #: wrong prompts named per unit; the rest are counted
 #: Families of units whose runs are one draw each, seeded by the unit's name, or by the run's.
 OF_THE_UNIT, OF_THE_RUN = ("isolation/a_a", "performance"), ("evals/free_running",)
+TWO_PARTS = ("isolation", "evals", "features")  #: checks whose families have names of two parts
 _NUMBERED = re.compile(r"r(0|[1-9][0-9]{0,5})")
 
 
@@ -54,7 +56,7 @@ def tie_prompts(scope: Scope, root: str, records: Iterable[Any]) -> Ties:
     for record in records:
         by_unit.setdefault(record.unit, []).append(record)
     for unit, own in by_unit.items():
-        kind = "/".join(unit.split("/")[:2]) if unit.split("/")[0] in ("isolation", "evals") else unit.split("/")[0]
+        kind = "/".join(unit.split("/")[:2]) if unit.split("/")[0] in TWO_PARTS else unit.split("/")[0]
         wrong: list[str] = []
         if any(isinstance(r, EvalTaskRecord) for r in own):
             wrong += _questions(scope, root, unit, own, found)
@@ -215,6 +217,6 @@ def _questions(scope: Scope, root: str, unit: str, own: Sequence[Any], found: Ti
 def _why_not(own: Sequence[Any]) -> str:
     if any(isinstance(r, NumericsRecord) for r in own):
         return "inputs are drawn by torch"
-    if any(isinstance(r, FidelityRecord | FreeRunRecord) for r in own):
+    if any(isinstance(r, FidelityRecord | FreeRunRecord | SampledRecord) for r in own):
         return "records hold what came of the prompts, not the prompts' digests"
     return "records hold steps, not prompts"

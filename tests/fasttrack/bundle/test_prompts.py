@@ -152,9 +152,8 @@ def test_what_the_checks_draw_is_what_is_drawn_again(tmp_path: Path, harness_see
     assert found.problems == []
     made = [r for r in records if isinstance(r, GenerationRecord | FreeRunRecord)]
     assert sum(found.tied.values()) == len(made)
-    assert set(found.tied) == {"isolation/a_a", "evals/free_running", "performance", "features"}
-    units = {r.unit.split("/")[1] for r in made if r.unit.startswith("features/")}
-    assert units == set(features), "a scenario recorded nothing"
+    named = {f"features/{name}" for name in features}
+    assert set(found.tied) == {"isolation/a_a", "evals/free_running", "performance", *named}
     assert {"undrafted", "w0", "w1", "s0"} & {r.request for r in made if isinstance(r, GenerationRecord)} >= {
         "w0",
         "s0",
@@ -172,7 +171,7 @@ def test_requests_without_drafts_repeat_a_prompt(harness_seeds: None):
         first.model_copy(update={"request": r, "prompt_sha256": sha256_tokens(prompt)}) for r in ("r0", "undrafted")
     ]
     found = tie_prompts(toy_scope(["isolation.a_a"]), "", [stock, *same])
-    assert (found.problems, found.tied) == ([], {"features": 2})
+    assert (found.problems, found.tied) == ([], {"features/full_context": 2})
 
 
 def task_records(scope: Scope, root: str, task: str, items: list[str] | None = None) -> list[Any]:
