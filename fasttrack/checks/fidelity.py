@@ -1,6 +1,8 @@
 """Teacher-forced fidelity and routing: the same tokens and batch composition in every arm, held against the oracle.
 
-Sequences are sampled from the oracle at temperature 1, so that they are likely under the model, then forced. Where
+Sequences are sampled from the oracle at temperature 1, so that they are likely under the model, then forced. Every
+claimed batch size has its batch, some sequences end near the far end of the context bucket, and in some batches
+requests come and go. Where
 the manifest gives ``exact_options``, both arms are measured with them as well: hardly anything rounds there, and a
 formula that is off by half a per cent in one head stands out by orders of magnitude.
 """
@@ -13,7 +15,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from fasttrack.checks.base import Context, Unit, evidence
-from fasttrack.checks.schedule import together
+from fasttrack.checks.schedule import come_and_go
 from fasttrack.errors import EvidenceError
 from fasttrack.records import CellKey, FidelityRecord, RoutingRecord
 from fasttrack.target import Completion, Engine, EngineInfo, LedgerStep, Request, RoutingEngine, RoutingStep, Sampling
@@ -27,7 +29,7 @@ KL_FLOOR = 1e-15
 
 
 def run(unit: Unit, ctx: Context) -> None:
-    """``unit.params``: ``batches`` (requests of each, a claimed size), ``tokens``, ``exact``.
+    """``unit.params``: ``batches`` (see :data:`fasttrack.checks.batches.Batch`), ``exact``.
 
     Memory: one [tokens, vocabulary] table of FP64 log-probabilities per sequence of a batch and arm.
     """
@@ -36,23 +38,26 @@ def run(unit: Unit, ctx: Context) -> None:
     first = 0
     for number, batch in enumerate(batches):
         cell = unit.cell.model_copy(update={"requests": batch["requests"]})
-        _Batch(unit, ctx, cell, batch["tokens"], first, bool(unit.params.get("exact"))).run()
-        first += batch["requests"]
+        _Batch(unit, ctx, cell, batch, first, bool(unit.params.get("exact"))).run()
+        first += batch["requests"] + batch.get("late", 0)
         ctx.progress(number + 1, len(batches), "batches")
 
 
 class _Batch:
     """One batch of forced sequences through every arm."""
 
-    def __init__(self, unit: Unit, ctx: Context, cell: CellKey, tokens: int, first: int, exact: bool) -> None:
-        self.unit, self.ctx, self.cell, self.tokens, self.first, self.exact = unit, ctx, cell, tokens, first, exact
+    def __init__(
+        self, unit: Unit, ctx: Context, cell: CellKey, batch: Mapping[str, int], first: int, exact: bool
+    ) -> None:
+        self.unit, self.ctx, self.cell, self.batch, self.first, self.exact = unit, ctx, cell, batch, first, exact
         self.run_name = f"{unit.name}/{first}"
 
     def run(self) -> None:
         oracle, info = self.ctx.engine("oracle", tp=1, cell=self.cell)
         seed = self.ctx.seed(self.run_name)
         bucket = self.ctx.scope.bucket(self.cell.context)
-        requests = together(self.cell.requests, self.tokens, bucket, info, seed)
+        changes = {name: self.batch.get(name, 0) for name in ("far", "late", "pause")}
+        requests = come_and_go(self.cell.requests, self.batch["tokens"], bucket, info, seed, **changes)
         sampled = [
             replace(r, sampling=Sampling(temperature=1.0, seed=seed + i, ignore_eos=True))
             for i, r in enumerate(requests)
@@ -73,7 +78,8 @@ class _Batch:
             for i, (request, table) in enumerate(zip(forced, tables, strict=True)):
                 # The first token comes out of prefill, which is stock in either arm.
                 found = compare(table[1:], exact[i][1:], request.forced[1:], near_tie=near_tie)
-                self._record(FidelityRecord, arm, info, sequence=f"{self.first + i}", **found)
+                where = {"context": len(request.prompt) + len(request.forced), "late": request.arrival_step > 0}
+                self._record(FidelityRecord, arm, info, sequence=f"{self.first + i}", **where, **found)
             self._record_routing(arm, info, steps, routing, chosen)
 
     def _engine(self, arm: str) -> tuple[Engine, EngineInfo]:
@@ -114,10 +120,22 @@ class _Batch:
         oracle: Sequence[RoutingStep],
         chosen: Sequence[RoutingStep],
     ) -> None:
-        # Row i of a step is sequence i as long as none waits and none has ended: those steps are compared.
-        whole = {s.index for s in steps if s.kind == "decode" and s.rows == self.cell.requests}
-        for row, counts in enumerate(count_routing(oracle, [s for s in chosen if s.index in whole])):
-            self._record(RoutingRecord, arm, info, sequence=f"{self.first + row}", **counts)
+        for part, whole in enumerate(unchanged(steps, self.cell.requests)):
+            for row, counts in enumerate(count_routing(oracle, [s for s in chosen if s.index in whole])):
+                name = f"{self.first + row}" + (f"/{part}" if part else "")
+                self._record(RoutingRecord, arm, info, sequence=name, **counts)
+
+
+def unchanged(steps: Sequence[LedgerStep], requests: int) -> list[set[int]]:
+    """Indices of the pure decode steps of exactly ``requests`` requests, split where others came in between: within
+    each part row ``i`` is one and the same sequence."""
+    parts: list[set[int]] = [set()]
+    for step in sorted(steps, key=lambda s: s.index):
+        if step.kind == "decode" and step.rows == requests:
+            parts[-1].add(step.index)
+        elif step.kind != "decode" and parts[-1]:
+            parts.append(set())
+    return [part for part in parts if part]
 
 
 def count_routing(oracle: Sequence[RoutingStep], chosen: Sequence[RoutingStep]) -> list[dict[str, Any]]:

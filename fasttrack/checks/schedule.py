@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 from fasttrack.errors import UsageError
+from fasttrack.gates.base import far_from
 from fasttrack.manifest.model import Context as Bucket
 from fasttrack.target import EngineInfo, Request, Sampling
 
@@ -70,3 +72,39 @@ def together(
             )
         )
     return requests
+
+
+def come_and_go(
+    count: int, tokens: int, bucket: Bucket, info: EngineInfo, seed: int, *, far: int = 0, late: int = 0, pause: int = 0
+) -> list[Request]:
+    """``count`` requests at once, of ``tokens`` each; the last ``far`` of all end near the far end of ``bucket``.
+
+    With ``late``, the first ``late`` requests end halfway and as many new ones follow ``pause`` steps later: batches
+    shrink and grow, rows move up, and slots and pages change hands. Where nobody stays, each has all its tokens.
+    """
+    staying = count - late
+    first = min(tokens, max(2, tokens // 2)) if staying else tokens
+    arrival = first + pause
+    lengths = [first] * late + [tokens] * staying + [max(first, tokens - arrival)] * late
+    requests = together(len(lengths), max(lengths), bucket, info, seed, late=late, arrival_step=arrival)
+    rng, place = random.Random(seed + 1), len(lengths) - far
+    found = []
+    for i, (request, length) in enumerate(zip(requests, lengths, strict=True)):
+        prompt = request.prompt
+        if i >= place:
+            prompt = token_prompt(rng, far_prompt(i - place, length, bucket, info), info)
+        found.append(replace(request, prompt=prompt, max_tokens=length))
+    return found
+
+
+def far_prompt(turn: int, output_tokens: int, bucket: Bucket, info: EngineInfo) -> int:
+    """Prompt length of a context at the far end of ``bucket``: in even turns one whose output crosses from one cache
+    page to the next, where the engine tells its page size and such a context is far enough; else the longest."""
+    longest = min(bucket.max, info.max_context)
+    length = longest - output_tokens - turn
+    page = info.config.get("page_size")
+    if isinstance(page, int) and turn % 2 == 0:
+        crossing = length // page * page - 1
+        if crossing + output_tokens >= far_from(bucket.min, longest):
+            length = crossing
+    return max(length, bucket.min)

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
 Verdict = Literal["pass", "fail", "inconclusive", "not_run"]
 R = TypeVar("R")
+FAR_SHARE = 0.9  #: of a context bucket, from its shortest context: what lies beyond is its far end
 
 
 @dataclass(frozen=True)
@@ -64,6 +65,11 @@ class Number:
     value: float | int | str
     unit: str
     limit: str
+
+
+def far_from(shortest: int, longest: int) -> int:
+    """Contexts of so many tokens or more lie at the far end of a bucket of ``shortest`` to ``longest`` tokens."""
+    return shortest + int(FAR_SHARE * (longest - shortest))
 
 
 class GateResult(BaseModel):

@@ -100,6 +100,7 @@ class StepRecord(_Base):
     emitted: int = 0  #: tokens emitted by the step, all requests
     accepted: list[int] = []  #: drafts that stood, per request that had any, in batch order
     rank_hashes: list[str] = []  #: one digest per rank over plan and outputs; all equal or the ranks diverged
+    unowned_changed: int | None = None  #: cache rows and state slots changed that no request owns; None: not watched
 
 
 class TraceRecord(_Base):

@@ -44,12 +44,13 @@ def test_exact_options_add_a_unit_per_deployment():
 @pytest.mark.parametrize(
     ("sizes", "sequences", "expected"),
     [
-        ([1, 2, 4, 8], 24, [1, 2, 4, 8, 8, 1]),
+        ([1, 2, 4, 8], 26, [1, 2, 4, 8, 8]),
         ([1, 2, 4, 8], 15, [1, 2, 4, 8]),
         ([1, 2, 4, 8, 64], 15, [1, 2, 4, 8, 64]),
         ([4], 8, [4, 4]),
         ([64], 8, [64]),
-        ([1], 3, [1, 1, 1]),
+        ([1], 4, [1, 1]),
+        ([1], 1, [1]),
     ],
 )
 def test_forced_batches_are_claimed_sizes_of_at_most_eight_and_one_crowd(sizes, sequences, expected):
@@ -59,6 +60,18 @@ def test_forced_batches_are_claimed_sizes_of_at_most_eight_and_one_crowd(sizes, 
     assert {b["tokens"] for b in plan if b["requests"] == 64 and len(plan) > 1} <= {4}
 
 
+@pytest.mark.parametrize("sizes", [[1, 2, 4, 8, 16, 32, 64], [1, 2, 3, 4, 5, 6, 7, 8, 16, 32, 64], [16], [1, 8, 64]])
+@pytest.mark.parametrize("sequences", [1, 15, 100])
+def test_every_claimed_size_has_a_batch_and_somewhere_requests_come_and_go(sizes, sequences):
+    plan = batches.forced_of_one(sizes, sequences, 12)
+    assert {b["requests"] for b in plan} == set(sizes)
+    assert any(b["late"] and b["far"] for b in plan)
+    assert all(b["late"] for b in plan if b["requests"] == 1)
+    assert all(b["far"] <= b["late"] <= b["requests"] for b in plan)
+    for b in plan:
+        assert not b["pause"] or b["requests"] - b["late"] in sizes, "steps of a size that nobody claimed"
+
+
 def cell(tp):
     return CellKey(step="decode", tp=tp, requests=1)
 
@@ -66,7 +79,8 @@ def cell(tp):
 def test_work_is_shared_by_deployments_and_bounded():
     shared = batches.forced({cell(1): [1, 2, 4, 8], cell(2): [1, 2, 4, 8]}, 30, 16)
     assert [b["requests"] for b in shared[cell(2)]] == [1, 2, 4, 8]
-    assert len(batches.forced({cell(1): [1]}, 1000, 16)[cell(1)]) == batches.MOST_BATCHES
+    assert len(batches.forced({cell(1): [1]}, 1000, 16)[cell(1)]) == batches.MOST_BATCHES // 2
+    assert len(batches.forced({cell(1): [2]}, 1000, 16)[cell(1)]) == batches.MOST_BATCHES
     assert batches.free({cell(1): [1, 8], cell(2): [1]}, 30) == {cell(1): [1, 8, 8, 8, 8], cell(2): [1, 1, 1]}
     assert batches.free({cell(1): [4, 64]}, 30) == {cell(1): [4, 64]}
     assert len(batches.free({cell(1): [1]}, 1000)[cell(1)]) == 1 + batches.MOST_BATCHES

@@ -7,7 +7,15 @@ import pytest
 from harness import toy_scope
 
 from fasttrack.gates import GATES
-from fasttrack.records import CellKey, Evidence, FidelityRecord, NotMeasuredRecord, RoutingRecord, StepRecord
+from fasttrack.records import (
+    CellKey,
+    EngineRecord,
+    Evidence,
+    FidelityRecord,
+    NotMeasuredRecord,
+    RoutingRecord,
+    StepRecord,
+)
 
 PROOF = Evidence(kind="emulated")
 CELL = CellKey(step="decode", tp=2, requests=4)
@@ -66,14 +74,18 @@ def sequences(ratio, n=16, spread=0.1, cell=CELL, exact=False, seed=1, **last):
                     abs_error_sum=1.0,
                     abs_error_max=0.1,
                     exact=exact,
-                    **values,
+                    **{"context": 60 if i % 4 == 0 else 41, "late": i % 4 == 0, **values},
                 )
             )
     return records
 
 
 def fidelity(records, **scope):
-    return GATES["evals.fidelity"](toy_scope(**scope), records)
+    """The gate under a scope that claims what the records are about."""
+    tp = sorted({r.cell.tp for r in records if isinstance(r, FidelityRecord)}) or [2]
+    return GATES["evals.fidelity"](
+        toy_scope(**{"scope": [{"name": "own", "tp": tp, "requests": [4]}], **scope}), records
+    )
 
 
 @pytest.mark.parametrize(
@@ -95,6 +107,108 @@ def test_fidelity(records, expected, word):
     result = fidelity(records)
     assert result.verdict == expected, result.reason
     assert word in result.reason
+
+
+def with_claims(*requests):
+    return {"scope": [{"name": "own", "tp": [2], "requests": list(requests)}]}
+
+
+def batch(requests, ratio=1.0, n=4, **changes):
+    """A batch of other size with its step, sequences numbered apart from those of ``sequences``."""
+    cell = CELL.model_copy(update={"requests": requests})
+    records = [step(cell=cell).model_copy(update={"requests": requests, "rows": requests})]
+    return records + [
+        r.model_copy(update={"sequence": f"{requests}-{r.sequence}", **changes})
+        for r in sequences(ratio, n=n, cell=cell, seed=requests)[1:]
+    ]
+
+
+def test_a_claimed_batch_without_a_sequence_is_no_pass():
+    assert fidelity([*sequences(1.0), *batch(2)], **with_claims(2, 4)).verdict == "pass"
+    for records in (sequences(1.0), [*sequences(1.0), *batch(2)[1:]], [*sequences(1.0), batch(2)[0]]):
+        result = fidelity(records, **with_claims(2, 4))
+        assert result.verdict == "inconclusive"
+        assert "claimed batch of decode/tp2/r2" in result.reason
+    numbers = {n.name: n for n in fidelity([*sequences(1.0), *batch(2)], **with_claims(2, 4)).numbers}
+    assert numbers["claimed batches covered decode/short"].unit == "of 2 cells (requests 2, 4)"
+
+
+def test_a_step_kind_or_precision_without_a_sequence_is_no_pass():
+    verify = [{"name": "own", "tp": [2], "requests": [4]}]
+    verify.append({"name": "dspark", "step": "verify", "tp": [2], "requests": [1], "draft_length": [3]})
+    assert "no forced sequence of verify/short" in fidelity(sequences(1.0), scope=verify).reason
+    exact = {"engine": {"kind": "embedded", "exact_options": {"precision": "high"}}}
+    assert "no forced sequence of decode/short/exact" in fidelity(sequences(1.0), **exact).reason
+
+
+@pytest.mark.parametrize(
+    ("changes", "word"),
+    [
+        ({"context": 41}, "near the end of its contexts of up to 64 tokens"),
+        ({"late": False}, "that took over from another request"),
+        ({"context": 60, "positions": 4}, "across a cache page"),
+    ],
+)
+def test_contexts_pages_and_successors_that_were_not_seen_are_no_pass(changes, word):
+    config = {"max_context": 512, "page_size": 16}
+    fields = {"evidence": PROOF, "engine": "embedded", "switch": {}, "devices": [], "checkpoint": "", "config": config}
+    told = EngineRecord(unit=unit_of(CELL), arm="optimized", **fields)
+    assert fidelity([told, *sequences(1.0)]).verdict == "pass"
+    records = [r.model_copy(update=changes) if isinstance(r, FidelityRecord) else r for r in sequences(1.0)]
+    result = fidelity([told, *records])
+    assert result.verdict == "inconclusive"
+    assert word in result.reason
+
+
+@pytest.mark.parametrize("exact", [False, True])
+def test_what_is_wrong_in_one_batch_size_alone_is_not_lost_in_the_mean(exact):
+    """Two sequences of a hundred: they move the mean of all by less than the margin."""
+    ratio, n = (200.0, 100) if exact else (8.0, 100)
+    many, few = sequences(1.0, n=n, exact=exact), batch(2, ratio, n=2, exact=exact)
+    many += [*sequences(1.0), *batch(2)] if exact else []
+    result = fidelity([*many, *few], **with_claims(2, 4))
+    assert result.verdict == "fail"
+    assert "tp2/dl0/dcp1 2 requests" in result.reason
+    assert fidelity([*many, *batch(2, n=2, exact=exact)], **with_claims(2, 4)).verdict == "pass"
+
+
+@pytest.mark.parametrize(("changes", "name"), [({"context": 60}, "far contexts"), ({"late": True}, "after others")])
+def test_what_is_wrong_in_far_contexts_or_after_others_alone_is_named(changes, name):
+    many = [
+        r.model_copy(update={"context": 41, "late": False}) if hasattr(r, "late") else r for r in sequences(1.0, n=100)
+    ]
+    few = [r.model_copy(update={"context": 41, "late": False, **changes}) for r in batch(4, 8.0, n=3)[1:]]
+    result = fidelity([*many, *few])
+    assert result.verdict == "fail"
+    assert name in result.reason
+
+
+def test_one_tie_in_a_small_group_is_no_breach_of_it():
+    tie = batch(2, n=2, exact=True)
+    worst = next(i for i, r in enumerate(tie) if r.arm == "optimized" and hasattr(r, "kl_sum"))
+    tie[worst] = tie[worst].model_copy(update={"log_error_sum": tie[worst].log_error_sum + 32 * math.log(300)})
+    assert fidelity([*sequences(1.0, n=60, exact=True), *tie], **with_claims(2, 4)).verdict != "fail"
+
+
+def test_sound_groups_are_not_called_wrong_by_chance():
+    verdicts = []
+    for seed in range(40):
+        parts = [sequences(1.0, n=64, spread=0.25, seed=seed)]
+        for size in (1, 2, 8, 16):
+            own = [
+                r.model_copy(update={"sequence": f"{size}-{r.sequence}"}) if hasattr(r, "late") else r
+                for r in sequences(
+                    1.0,
+                    n=max(2, size),
+                    spread=0.25,
+                    seed=1000 * size + seed,
+                    cell=CELL.model_copy(update={"requests": size}),
+                )
+            ]
+            own[0] = own[0].model_copy(update={"requests": size, "rows": size})
+            parts.append(own)
+        verdicts.append(fidelity([r for part in parts for r in part], **with_claims(1, 2, 4, 8, 16)).verdict)
+    assert verdicts.count("pass") >= 38
 
 
 def test_deployments_are_pooled_to_pass_and_looked_at_one_by_one_to_fail():
