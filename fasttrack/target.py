@@ -67,6 +67,7 @@ class TargetDescription:
     engines: tuple[str, ...] = ("embedded",)
     faults: tuple[str, ...] = ()  #: named faults of the optimised path, for sabotaged arms
     features: tuple[str, ...] = ()
+    providers: tuple[str, ...] = ()  #: who may serve an op, as the ledger names them; empty = not told
 
     @staticmethod
     def from_json(data: Mapping[str, Any]) -> TargetDescription:
@@ -285,6 +286,16 @@ class RoutingEngine(Protocol):
         ...
 
 
+@runtime_checkable
+class StateWatchingEngine(Protocol):
+    """What an engine that owns its caches may offer besides :class:`Engine`."""
+
+    def watch_state(self, on: bool) -> None:
+        """Start or stop counting, for every step, what it changed of the state that none of its requests owns
+        (:attr:`LedgerStep.unowned_changed`); off by default, and nothing else may change."""
+        ...
+
+
 @dataclass
 class LedgerStep:
     """One step as the engine's ledger tells it; becomes a :class:`StepRecord`. ``wall`` is in seconds."""
@@ -303,11 +314,12 @@ class LedgerStep:
     reason: str | None
     ops: dict[str, int]
     providers: dict[str, str]
-    slots: list[int]
+    slots: list[int]  #: state slots written, one per request or per row; 0 is the null slot of padding rows
     rank_hashes: list[str]
     wall: float = 0.0
     emitted: int = 0  #: tokens emitted by the step, all requests
     accepted: list[int] = field(default_factory=list)  #: drafts that stood, per request that had any, in batch order
+    unowned_changed: int | None = None  #: cache rows and state slots changed that no request of the step owns
 
 
 @dataclass(frozen=True)

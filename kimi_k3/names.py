@@ -42,6 +42,9 @@ OPS = (
 #: What serves an op: plain PyTorch, or the CuTe kernels (on a GPU).
 PROVIDERS = ("torch", "cute")
 
+#: Who may serve an op: the torch reference of every op, and the CuTe kernels.
+PROVIDERS = ("torch", "cute")
+
 #: Reason of every step while the switch is off: there is no executor to ask.
 REASON_SWITCH_OFF = "switch_off"
 

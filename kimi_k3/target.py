@@ -41,11 +41,13 @@ class EmbeddedTargetEngine:
     """The embedded engine in the harness's words."""
 
     def __init__(self, built: Built) -> None:
+        from kimi_k3.canary import Canary
         from kimi_k3.reference.routing import RoutingTap
 
         self.engine, self.checkpoint = built.engine, built.checkpoint
         self._devices, self._config = built.devices, built.config
         self._tap = RoutingTap(self.engine.model, self.engine.executor)
+        self._canary = Canary(self.engine)
         self._routing: list[RoutingStep] = []
         self._recording = False
         self._streams: dict[str, Stream] = {}
@@ -155,8 +157,15 @@ class EmbeddedTargetEngine:
         drained, self._routing = self._routing, []
         return drained
 
+    def watch_state(self, on: bool) -> None:
+        self._canary.switch(on)
+
     def drain_ledger(self) -> list[LedgerStep]:
-        return [LedgerStep(**vars(entry)) for entry in self.engine.drain_ledger()]
+        changed = self._canary.changed
+        return [
+            LedgerStep(**vars(entry), unowned_changed=changed.pop((entry.run, entry.index), None))
+            for entry in self.engine.drain_ledger()
+        ]
 
     def reset(self) -> None:
         self._streams.clear()
@@ -189,6 +198,7 @@ class KimiK3Target(Kernels):
             source_paths=("kimi_k3/",),
             optimized_modules=names.OPTIMIZED_MODULES,
             ops=names.OPS,
+            providers=names.PROVIDERS,
             kernels=("k3_",),
             fallback_reasons=names.FALLBACK_REASONS,
             limits=Limits(

@@ -1,4 +1,7 @@
-"""One generation under both witnesses: the ledger is read after every step, the profiler runs for a few of them."""
+"""One generation under both witnesses: the ledger is read after every step, the profiler runs for a few of them.
+
+Engines that can also count, in every step, what it changed of state that nobody owns.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,7 @@ from collections.abc import Callable, Sequence
 from fasttrack.checks.base import Context, evidence
 from fasttrack.checks.witness import StepProfiler
 from fasttrack.records import CellKey, TraceRecord
-from fasttrack.target import Completion, Engine, EngineInfo, LedgerStep, Request
+from fasttrack.target import Completion, Engine, EngineInfo, LedgerStep, Request, StateWatchingEngine
 
 
 class WatchedRun:
@@ -30,14 +33,19 @@ class WatchedRun:
     def generate(
         self, ctx: Context, requests: Sequence[Request], run: str, *, keep_logits: bool = False
     ) -> list[Completion]:
+        state = self.engine if isinstance(self.engine, StateWatchingEngine) else None
         with ctx.target.profile(self.engine):
+            if state is not None:
+                state.watch_state(True)
             if self.start_at == -1:
                 self.profiler.start()
             try:
                 done = self.engine.generate(requests, run=run, keep_logits=keep_logits, on_step=self._after)
+                self.steps += self.engine.drain_ledger()
             finally:
                 self.profiler.stop()
-        self.steps += self.engine.drain_ledger()
+                if state is not None:
+                    state.watch_state(False)
         return done
 
     def _after(self, index: int) -> None:

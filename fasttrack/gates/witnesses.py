@@ -1,7 +1,12 @@
-"""Two witnesses: what the engine's ledger says about a step, and what the harness's profiler saw in it."""
+"""Two witnesses: what the engine's ledger says about a step, and what the harness's profiler saw in it.
+
+A ledger that engines can keep more of is held to more: what changed although nobody owns it, which state slots were
+written, who served which op.
+"""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -12,7 +17,11 @@ _CUDA = "torch.profiler/cuda"
 
 
 def agreement(scope: Scope, records: Sequence[Any]) -> GateResult:
-    """Ledger and profiler agree step by step and op by op, and every claimed cell was seen by both."""
+    """Ledger and profiler agree step by step and op by op, and every claimed cell was seen by both.
+
+    Nor may a step change state that none of its requests owns, where the engine counts that; nor may the ledger
+    contradict itself.
+    """
     name = "isolation.witnesses"
     steps = {(s.unit, s.arm, s.run, s.index): s for s in select(records, StepRecord)}
     traces = group_by(select(records, TraceRecord), lambda t: (t.unit, t.arm, t.run, t.index))
@@ -26,21 +35,38 @@ def agreement(scope: Scope, records: Sequence[Any]) -> GateResult:
             wrong.append(f"step {key[2]}/{key[3]} {complaint}")
         elif step is not None:
             agreed.append(step)
+    disagreed = len(wrong)
+    wrong += [f"step {s.run}/{s.index} {text}" for s in steps.values() if (text := strayed(s))]
+    fast = [s for s in steps.values() if s.path == "specialized" and s.arm == "optimized"]
+    slots_told = any(s.slots for s in steps.values() if s.arm == "optimized")
+    wrong += [f"step {s.run}/{s.index} {text}" for s in fast if slots_told and (text := slots_disagree(s))]
+    wrong += providers_disagree(scope, fast)
+    counted = [s for s in steps.values() if s.unowned_changed is not None]
     specialised = [s for s in agreed if s.path == "specialized" and s.arm == "optimized"]
     unseen = [str(c) for c in scope.cells() if not any(scope.is_step_of(s, c) for s in specialised)]
     watched = {s.unit for s in agreed}
     unseen += [p.name for p in scope.probes() if p.expect == "stock" and f"isolation/probe/{p.name}" not in watched]
+    if counted:  # not every engine can, but one that can does it everywhere
+        unseen += [f"{s.run}/{s.index} (state not counted)" for s in specialised if s.unowned_changed is None]
     numbers = [
-        Number("steps on which the witnesses disagree", len(wrong), f"of {len(traces)} profiled", "0"),
+        Number("steps on which the witnesses disagree", disagreed, f"of {len(traces)} profiled", "0"),
         Number("specialised steps seen by both", len(specialised), "steps", ">= 1 per cell"),
         Number("target ops counted by the profiler", _total(t for s in traces.values() for t in s), "calls", "> 0"),
+        Number(
+            "state changed that no request owns",
+            sum(s.unowned_changed or 0 for s in counted),
+            f"rows and slots, {len(counted)} steps counted",
+            "0",
+        ),
+        Number("steps whose slots were checked", len(fast) if slots_told else 0, f"of {len(fast)} specialised", ""),
     ]
     if wrong:
         return GateResult(gate=name, verdict="fail", reason=f"{some(wrong)}.", numbers=numbers)
     if unseen:
         reason = f"The profiler watched no step of: {some(unseen)}."
         return GateResult(gate=name, verdict="inconclusive", reason=reason, numbers=numbers)
-    reason = "Ledger and profiler agree on every profiled step, op by op."
+    owned = " and no step changed state that nobody owns" if counted else ""
+    reason = f"Ledger and profiler agree on every profiled step, op by op{owned}."
     return GateResult(gate=name, verdict="pass", reason=reason, numbers=numbers)
 
 
@@ -66,6 +92,38 @@ def disagreement(scope: Scope, step: StepRecord, seen: Sequence[TraceRecord]) ->
     if cpu is not None and not replayed and cpu.ops != called:
         return f"differs: {_difference(called, cpu.ops)}"
     return ""
+
+
+def strayed(step: StepRecord) -> str:
+    """What a step changed that it may not, empty where that is nothing or was not counted."""
+    changed = step.unowned_changed or 0
+    return f"({step.arm}) changed {changed} cache rows or state slots that none of its requests owns" if changed else ""
+
+
+def slots_disagree(step: StepRecord) -> str:
+    """What is wrong with the state slots of a specialised step: one per request or one per row, each its own."""
+    if min(step.slots, default=1) < 1:
+        return "wrote the null slot, which is for padding"
+    if len(set(step.slots)) != len(step.slots):
+        return f"wrote a state slot twice ({some(s for s, n in Counter(step.slots).items() if n > 1)})"
+    if len(step.slots) not in (step.requests, step.rows):
+        return f"wrote {len(step.slots)} state slots for {step.requests} requests with {step.rows} rows"
+    return ""
+
+
+def providers_disagree(scope: Scope, steps: Sequence[StepRecord]) -> list[str]:
+    """Ops of specialised steps that nobody served whom the target declares, or that changed hands within a unit."""
+    known, wrong = scope.description.providers, list[str]()
+    served: dict[tuple[str, int, str], dict[str, str]] = {}
+    for step in steps:
+        for op in step.ops:
+            name = step.providers.get(op)
+            if known and not _is_kernel(scope, op) and name not in known:
+                wrong.append(f"step {step.run}/{step.index}: {op} served by {name or 'nobody'}, not {some(known)}")
+            first = served.setdefault((step.unit, step.attempt, step.arm), {}).setdefault(op, name or "")
+            if first != (name or ""):
+                wrong.append(f"step {step.run}/{step.index}: {op} served by {name or 'nobody'}, before by {first}")
+    return wrong
 
 
 def _is_kernel(scope: Scope, name: str) -> bool:

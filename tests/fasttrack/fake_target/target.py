@@ -27,6 +27,7 @@ class ToyTarget:
             kernels=("toy_",),
             fallback_reasons=("switched_off", "not_pure_decode", "too_many_rows"),
             limits=LIMITS,
+            providers=("torch",),
             faults=("refuse_all", "false_ledger", "drop_partial"),
         )
 

@@ -1,5 +1,7 @@
 """Isolation gates on a real run of the toy target, and on that run with one thing changed."""
 
+from dataclasses import replace
+
 import pytest
 from harness import toy_scope as make_scope
 
@@ -134,6 +136,55 @@ def test_witnesses_want_a_profiled_step_of_every_cell_and_probe(toy_scope, toy_r
     for unit in ("isolation/cell/decode/tp2/r4/dl0/dcp1/short", "isolation/probe/mixed"):
         kept = [r for r in toy_records["isolation"] if not (isinstance(r, TraceRecord) and r.unit == unit)]
         assert verdict("witnesses", toy_scope, kept)[0] == "inconclusive"
+
+
+def test_a_step_that_changes_what_nobody_owns_fails(toy_scope, toy_records):
+    records = toy_records["isolation"]
+    counted = [r.model_copy(update={"unowned_changed": 0}) if isinstance(r, StepRecord) else r for r in records]
+    result = GATES["isolation.witnesses"](toy_scope, counted)
+    assert result.verdict == "pass"
+    assert "no step changed state that nobody owns" in result.reason
+    stray = change(counted, StepRecord, {"unowned_changed": 3}, lambda r: r.unit.startswith("isolation/probe"))
+    got, reason = verdict("witnesses", toy_scope, stray)
+    assert got == "fail"
+    assert "changed 3 cache rows or state slots that none of its requests owns" in reason
+    deaf = change(counted, StepRecord, {"unowned_changed": None}, lambda r: specialised(r) and _is_traced(r, records))
+    got, reason = verdict("witnesses", toy_scope, deaf)
+    assert got == "inconclusive"
+    assert "state not counted" in reason
+
+
+@pytest.mark.parametrize(
+    ("update", "word"),
+    [
+        (lambda r: {"slots": [0, *r.slots[1:]]}, "wrote the null slot"),
+        (lambda r: {"slots": [r.slots[0]] * len(r.slots)}, "wrote a state slot twice"),
+        (lambda r: {"slots": r.slots[1:]}, "wrote 15 state slots for 16 requests with 16 rows"),
+        (lambda r: {"slots": []}, "wrote 0 state slots for 16 requests"),
+        (
+            lambda r: {"providers": {**r.providers, "toy::head": "elsewhere"}},
+            "toy::head served by elsewhere, not torch",
+        ),
+        (lambda r: {"providers": {}}, "served by nobody"),
+    ],
+)
+def test_a_ledger_that_contradicts_itself_fails(update, word, toy_scope, toy_records):
+    def large(r):
+        return specialised(r) and r.requests == 16
+
+    got, reason = verdict("witnesses", toy_scope, change(toy_records["isolation"], StepRecord, update, large))
+    assert got == "fail"
+    assert word in reason
+
+
+def test_an_op_that_changes_hands_within_a_unit_fails_where_providers_are_not_told(toy_scope, toy_records):
+    quiet = replace(toy_scope, description=replace(toy_scope.description, providers=()))
+    records = change(
+        toy_records["isolation"], StepRecord, {"providers": {"toy::head": "a", "toy::update": "b"}}, specialised
+    )
+    assert "served by torch, before by a" in verdict("witnesses", quiet, records)[1]
+    silent = [r.model_copy(update={"slots": [], "providers": {}}) if isinstance(r, StepRecord) else r for r in records]
+    assert verdict("witnesses", quiet, silent)[0] == "pass", "an engine may keep a shorter ledger"
 
 
 def test_gpu_steps_are_judged_by_kernels(toy_scope, toy_records):
