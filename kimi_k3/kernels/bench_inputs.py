@@ -34,19 +34,27 @@ class Peers:
     """Mailboxes of ``ranks`` peers for one projection of ``m`` rows, all on this GPU, as the executor lays them out.
 
     ``boxes`` [ranks, m, columns of all ranks] BF16 for what goes to everyone, or [ranks, m, own columns]; ``logits``
-    [ranks, m, FP32 columns of all ranks] FP32 where there are any. The playing rank is ``rank``. NaN is idle.
+    [ranks, m, FP32 columns of all ranks] FP32 where there are any. The playing rank is ``rank``. NaN is idle. ``rows``:
+    of the mailboxes, default ``m``.
     """
 
     def __init__(
-        self, shape: ProjectionShape, live: int, m: int, ranks: int, rank: int = 0, device: str = "cuda"
+        self,
+        shape: ProjectionShape,
+        live: int,
+        m: int,
+        ranks: int,
+        rank: int = 0,
+        device: str = "cuda",
+        rows: int = 0,
     ) -> None:
         self.targets, self.owner_width = publication(shape.op, shape.n, m, ranks)
         own = shape.n - shape.fp32_rows
         spread = ranks if shape.fp32_rows else 1  # every rank has its own columns of the front; partials overlap
         self.first, self.first32 = (rank * own, rank * live) if shape.fp32_rows else (0, 0)
         width = self.owner_width or own * spread
-        self.boxes = torch.full((ranks, m, width), torch.nan, dtype=torch.bfloat16, device=device)
-        self.logits = torch.full((ranks, m, ranks * live), torch.nan, device=device) if live else None
+        self.boxes = torch.full((ranks, rows or m, width), torch.nan, dtype=torch.bfloat16, device=device)
+        self.logits = torch.full((ranks, rows or m, ranks * live), torch.nan, device=device) if live else None
         self.pitch = (width, ranks * live)
         slots = [
             (
@@ -56,6 +64,24 @@ class Peers:
             for d in range(ranks)
         ]
         self.table = torch.tensor(slots, dtype=torch.int64, device=device)
+
+    def arm(self) -> None:
+        for box in (self.boxes, self.logits):
+            if box is not None:
+                box.fill_(torch.nan)
+
+    def published(self, y: Tensor, y32: Tensor | None) -> list[Tensor]:
+        """What the mailboxes hold once ``y`` [m, columns] and ``y32`` [m, FP32 columns] are published, -0 as +0."""
+        found = [torch.full_like(self.boxes, torch.nan)]
+        values = (y + 0.0).to(torch.bfloat16)
+        if self.owner_width:
+            found[0][:, : len(y)] = values.unflatten(1, (-1, self.owner_width)).transpose(0, 1)
+        else:
+            found[0][:, : len(y), self.first : self.first + y.shape[1]] = values
+        if self.logits is not None and y32 is not None:
+            found.append(torch.full_like(self.logits, torch.nan))
+            found[1][:, : len(y), self.first32 : self.first32 + y32.shape[1]] = y32 + 0.0
+        return found
 
 
 class ProjectionLayers:

@@ -6,6 +6,7 @@ import pytest
 import torch
 from test_shard_cases import good
 
+from kimi_k3.decode.cases import _provider as served_by
 from kimi_k3.decode.cases import shard_cases
 from kimi_k3.decode.numerics.families import FAMILIES
 from kimi_k3.decode.numerics.rig import OpCase
@@ -19,5 +20,6 @@ pytestmark = [
 
 @pytest.mark.parametrize("case", shard_cases("smoke", "cuda"), ids=lambda c: c.name.replace("/", "-"))
 def test_full_width(case: OpCase) -> None:
+    assert served_by(case, "auto") == "cute"
     for family in FAMILIES:
         good(case, family, "cute")

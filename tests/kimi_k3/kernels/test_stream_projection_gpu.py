@@ -75,7 +75,7 @@ def test_replays_and_batch_changes_are_bit_identical() -> None:
                 for m in (a, b):
                     x, w, out = data[m]
                     op.run(x, w, **cut(out, m))
-    for _ in range(200):
+    for _ in range(1000):
         for _, _, out in data.values():
             out["y"].fill_(NAN)  # type: ignore[union-attr]
         graph.replay()
@@ -145,9 +145,52 @@ def test_embedding() -> None:
         op = embed.Embed(hidden, copies)
         for m in (1, 7, 64):
             ids = torch.randint(90, 1200, (m,), device="cuda")
-            out = torch.full((copies, m, hidden), NAN, device="cuda", dtype=torch.bfloat16)
+            ids[0], ids[-1] = 100, 1099  # the first and the last row of the shard
+            whole = torch.full((copies * m + 1, hidden), NAN, device="cuda", dtype=torch.bfloat16)
+            out = whole[:-1].view(copies, m, hidden)
             op.run(ids, table, out, first=100)
             assert torch.equal(out, embed.reference(ids, table, copies, first=100))
+            assert bool(whole[-1].isnan().all()), "the guard row was written"
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                op.run(ids, table, out, first=100)
+            ids.copy_(ids.flip(0))  # a replay reads the ids of its own time
+            out.fill_(NAN)
+            graph.replay()
+            assert torch.equal(out, embed.reference(ids, table, copies, first=100))
+
+
+def test_embedding_rows_beyond_32_bits() -> None:
+    """A table of more than 2^31 bytes: the last row's address does not fit 32 bits."""
+    from kimi_k3.kernels import embed
+
+    table = torch.zeros(163840, 7168, device="cuda", dtype=torch.bfloat16)
+    ids = torch.tensor([0, 163839, 150000], device="cuda")
+    table[ids] = torch.randn(3, 7168, device="cuda", dtype=torch.bfloat16)
+    out = torch.full((1, 3, 7168), NAN, device="cuda", dtype=torch.bfloat16)
+    embed.Embed(7168, 1).run(ids, table, out)
+    assert torch.equal(out[0], table[ids])
+
+
+@pytest.mark.parametrize("sizes", [(8,), (8192,), (8200, 16, 100_000), (8, 3_000_001)])
+def test_prefetch_of_pieces_and_tails_changes_nothing(sizes: tuple[int, ...]) -> None:
+    from kimi_k3.kernels.prefetch import Prefetch
+
+    weights = [torch.randn(n, device="cuda").bfloat16() for n in sizes]
+    before = [w.clone() for w in weights]
+    walker = Prefetch(weights)
+    graph = torch.cuda.CUDAGraph()
+    walker.run()
+    side = torch.cuda.Stream()
+    with torch.cuda.graph(graph):  # forked and joined, as on a side stream of a step
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            walker.run()
+        torch.cuda.current_stream().wait_stream(side)
+    for _ in range(100):
+        graph.replay()
+    torch.cuda.synchronize()
+    assert all(torch.equal(w, b) for w, b in zip(weights, before, strict=True))
 
 
 def test_prefetch_changes_nothing_and_brings_weights_into_l2() -> None:
