@@ -41,7 +41,7 @@ class IsolationCheck:
             Unit(f"isolation/a_a/{cell}", self.name, cell, ("stock", "stock-repeat"), 1.0)
             for cell in deployments.values()
         ]
-        units.append(Unit("isolation/off_state", self.name, cells[0], ("stock",), 9.0))
+        units.append(Unit("isolation/off_state", self.name, cells[0], ("stock", "optimized"), 10.0))
         units.append(Unit("isolation/refusals", self.name, None, ("optimized",), 0.5))
         return units
 

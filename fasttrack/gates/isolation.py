@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from fasttrack.gates.base import GateResult, Number, Scope, group_by, select, some, units_of
+from fasttrack.gates.base import GateResult, Number, Scope, Verdict, group_by, select, some, units_of
 from fasttrack.records import GenerationRecord, OffStateRecord, RefusalRecord, StepRecord
 
 
@@ -110,40 +110,63 @@ def _resumes(run: list[StepRecord]) -> bool:
     return bool(mixed) and any(s.path == "specialized" and s.index > min(mixed) for s in run)
 
 
+FRESH = ("complete", "optimised-packages-deleted")  #: checkouts of the fresh processes
+
+
 def off_is_off(scope: Scope, records: Sequence[Any]) -> GateResult:
-    """With the switch off nothing of the optimised path is loaded, and deleting it changes no output bit."""
+    """With the switch off nothing of the optimised path is loaded, deleting it changes no output bit, and having run
+    it changes none either."""
     name = "isolation.off_is_off"
     found = select(records, OffStateRecord)
+    fresh = [r for r in found if r.checkout in FRESH]
+    withheld = sorted({v for r in fresh for v in r.environment_withheld})
     numbers = [
         Number(
-            "optimised modules loaded with the switch off", sum(len(r.modules_loaded) for r in found), "modules", "0"
+            "optimised modules loaded with the switch off", sum(len(r.modules_loaded) for r in fresh), "modules", "0"
         ),
+        Number("files of theirs opened with the switch off", sum(len(r.files_opened) for r in fresh), "files", "0"),
         Number("outputs compared", sum(r.outputs for r in found), "tokens and log-probabilities", "> 0"),
+        Number("variables kept from the fresh processes", len(withheld), some(withheld) or "variables", ""),
     ]
-    loaded = sorted({m for r in found for m in r.modules_loaded})
+
+    def say(verdict: Verdict, reason: str) -> GateResult:
+        return GateResult(gate=name, verdict=verdict, reason=reason, numbers=numbers)
+
+    loaded = sorted({m for r in fresh for m in r.modules_loaded})
     if loaded:
-        return GateResult(
-            gate=name, verdict="fail", reason=f"Loaded with the switch off: {some(loaded)}.", numbers=numbers
-        )
-    added = [set(r.environment_added) for r in found]
+        return say("fail", f"Loaded with the switch off: {some(loaded)}.")
+    opened = sorted({f for r in fresh for f in r.files_opened})
+    if opened:
+        return say("fail", f"Opened with the switch off: {some(opened)}.")
+    added = [set(r.environment_added) for r in fresh]
     if any(one != added[0] for one in added):
         names = some(set[str]().union(*added) - set[str].intersection(*added))
-        reason = f"Environment variables depend on the optimised packages: {names}."
-        return GateResult(gate=name, verdict="fail", reason=reason, numbers=numbers)
-    compared = 0
-    for unit, pair in group_by(found, lambda r: r.unit).items():
-        if {r.checkout for r in pair} != {"complete", "optimised-packages-deleted"} or not all(r.outputs for r in pair):
+        return say("fail", f"Environment variables depend on the optimised packages: {names}.")
+    compared, unlike = 0, list[str]()
+    for unit, own in group_by([r for r in found if r.outputs], lambda r: r.unit).items():
+        by_checkout: dict[str, str] = {r.checkout: r.outputs_sha256 for r in own}
+        if not by_checkout.keys() >= set(FRESH):
             continue
         compared += 1
-        if len({r.outputs_sha256 for r in pair}) != 1:
-            reason = f"Outputs change when the optimised packages are deleted ({unit})."
-            return GateResult(gate=name, verdict="fail", reason=reason, numbers=numbers)
+        if len({by_checkout[c] for c in FRESH}) != 1:
+            return say("fail", f"Outputs change when the optimised packages are deleted ({unit}).")
+        here = by_checkout.get("this-process")
+        if here is None or not select(records, StepRecord, unit=unit, arm="optimized", path="specialized"):
+            unlike.append(unit)
+        elif here != by_checkout["complete"]:
+            reason = "Stock gives other outputs in the process that has run the optimised path than in a fresh one"
+            return say("fail", f"{reason}: building or running it changes the stock arms ({unit}).")
     if not compared:
-        verdict = "inconclusive" if found else "not_run"
         reason = "No pair of fresh processes with and without the optimised packages was compared."
-        return GateResult(gate=name, verdict=verdict, reason=reason, numbers=numbers)  # type: ignore[arg-type]
-    reason = "With the switch off no optimised module is loaded, and outputs are bit-identical without those packages."
-    return GateResult(gate=name, verdict="pass", reason=reason, numbers=numbers)
+        return say("inconclusive" if found else "not_run", reason)
+    if unlike:
+        reason = "Stock was not compared in the process of the run after the optimised path had run there"
+        return say("inconclusive", f"{reason} ({some(unlike)}).")
+    return say(
+        "pass",
+        "With the switch off no optimised module is loaded, and outputs are bit-identical without those packages"
+        " and after the optimised path has run.",
+    )
 
 
 def a_a(scope: Scope, records: Sequence[Any]) -> GateResult:

@@ -193,6 +193,9 @@ class FidelityRecord(_Base):
     exact: bool = False  #: measured with the engine's exact options
     context: int | None = None  #: tokens of the sequence at its end, prompt included
     late: bool = False  #: arrived after other requests had ended, so that slots and pages changed hands
+    batch: str = ""  #: which batch, named by its first sequence: its seed derives from this name
+    prompt_sha256: str = ""
+    prompt_tokens: int = 0
     top1_flips: int
     near_ties: int  #: flips whose oracle top-2 gap is below the rounding bound
     nonfinite: int
@@ -305,14 +308,18 @@ class PerformanceRecord(_Base):
 
 
 class OffStateRecord(_Base):
-    """Off means off: outputs of a fresh process, with the optimised packages present or physically absent."""
+    """Off means off: stock's outputs in a fresh process, with the optimised packages present or physically absent, and
+    in the process of the run after the optimised path has run there."""
 
     type: Literal["off_state"] = "off_state"
-    checkout: Literal["complete", "optimised-packages-deleted"]
+    checkout: Literal["complete", "optimised-packages-deleted", "this-process"]
     outputs_sha256: str
     outputs: int  #: tokens and log-probabilities hashed
-    modules_loaded: list[str]
-    environment_added: list[str] = []
+    modules_loaded: list[str]  #: of the optimised packages, by name or by the file they came from
+    files_opened: list[str] = []  #: of the optimised packages, by whatever means
+    environment_added: list[str] = []  #: names of variables that the process added or changed
+    environment_given: list[str] = []  #: names of the variables it started with, besides those about Python's paths
+    environment_withheld: list[str] = []  #: names of the target's and the harness's own that it was not given
 
 
 class RefusalRecord(_Base):

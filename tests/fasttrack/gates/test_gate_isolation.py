@@ -231,6 +231,7 @@ def test_ranks_that_diverge_or_say_nothing_fail(toy_scope, toy_records):
         ({"modules_loaded": ["fake_target.fast"]}, "fake_target.fast"),
         ({"outputs_sha256": "0" * 64}, "Outputs change"),
         ({"environment_added": ["TOY_FAST"]}, "TOY_FAST"),
+        ({"files_opened": ["fake_target.fast (fast.py)"]}, "Opened with the switch off: fake_target.fast"),
     ],
 )
 def test_off_that_is_not_off_fails(update, word, toy_scope, toy_records):
@@ -244,6 +245,24 @@ def test_one_process_alone_proves_nothing(toy_scope, toy_records):
     assert verdict("off_is_off", toy_scope, records)[0] == "inconclusive"
     empty = [r.model_copy(update={"outputs": 0}) if isinstance(r, OffStateRecord) else r for r in records]
     assert verdict("off_is_off", toy_scope, empty)[0] == "inconclusive"
+
+
+def test_stock_in_the_process_of_the_run_must_be_what_it_is_elsewhere(toy_scope, toy_records):
+    def here(r):
+        return r.checkout == "this-process"
+
+    records = toy_records["isolation"]
+    changed = change(records, OffStateRecord, {"outputs_sha256": "0" * 64}, here)
+    got, reason = verdict("off_is_off", toy_scope, changed)
+    assert got == "fail"
+    assert "in the process that has run the optimised path" in reason
+    without = [r for r in records if not (isinstance(r, OffStateRecord) and here(r))]
+    assert verdict("off_is_off", toy_scope, without)[0] == "inconclusive"
+    idle = [r for r in records if not (isinstance(r, StepRecord) and r.unit == "isolation/off_state")]
+    got, reason = verdict("off_is_off", toy_scope, idle)
+    assert got == "inconclusive", "the optimised path never ran there"
+    withheld = change(records, OffStateRecord, {"environment_withheld": ["TOY_MODE"]})
+    assert any(n.unit == "TOY_MODE" for n in GATES["isolation.off_is_off"](toy_scope, withheld).numbers)
 
 
 def test_stock_that_differs_from_itself_fails(toy_scope, toy_records):
