@@ -34,8 +34,10 @@ if TYPE_CHECKING:
 
 MAX_DRAWS = 64_000_000  #: tokens drawn again; a real run has far fewer
 MAX_NAMED = 5  #: wrong prompts named per unit; the rest are counted
+#: Of a forced batch, the last prompts come from a second generator: those near the far end of the context bucket.
+FORCED = ("evals/fidelity", "evals/fidelity-exact")
 #: Families of units whose runs are one draw each, seeded by the unit's name, or by the run's.
-OF_THE_UNIT, OF_THE_RUN = ("isolation/a_a", "performance"), ("evals/free_running",)
+OF_THE_UNIT, OF_THE_RUN = ("isolation/a_a", "performance"), ("evals/free_running", *FORCED)
 TWO_PARTS = ("isolation", "evals", "features")  #: checks whose families have names of two parts
 _NUMBERED = re.compile(r"r(0|[1-9][0-9]{0,5})")
 
@@ -108,6 +110,10 @@ def _prompts(records: Sequence[Any]) -> Iterator[_Prompt]:
             yield _Prompt(r.run, r.request, r.prompt_tokens, r.prompt_sha256, like if isinstance(like, str) else "")
         elif isinstance(r, FreeRunRecord) and r.prompt_sha256:
             yield _Prompt(f"{r.unit}/{r.batch}", r.request, r.prompt_tokens, r.prompt_sha256)
+        elif isinstance(r, FidelityRecord) and r.prompt_sha256:
+            first, sequence = r.batch.rpartition("/")[2], r.sequence
+            place = int(sequence) - int(first) if first.isdecimal() and sequence.isdecimal() else -1
+            yield _Prompt(r.batch, f"r{place}", r.prompt_tokens, r.prompt_sha256)
 
 
 def _vocabulary(records: Sequence[Any]) -> EngineInfo | None:
@@ -116,8 +122,8 @@ def _vocabulary(records: Sequence[Any]) -> EngineInfo | None:
 
     for r in records:
         if isinstance(r, EngineRecord) and r.vocab_size and r.eos_token_ids is not None:
-            if r.vocab_size <= len(set(r.eos_token_ids)):
-                return None  # no token is left to be drawn
+            if r.vocab_size < 2 * len(set(r.eos_token_ids)):
+                return None  # hardly a token is left to be drawn
             ends = tuple(r.eos_token_ids)
             return EngineInfo("", (), "", r.vocab_size, 0, ends, {}, "emulated")
     return None
@@ -144,8 +150,11 @@ def _expected(
         found: dict[tuple[str, str], str] = {}
         for run in dict.fromkeys(p.run for p in prompts):
             seed = named_seed(root, run if kind in OF_THE_RUN else unit)
-            drawn = _draw(seed, _lengths(p for p in prompts if p.run == run), info, budget)
+            own = [p for p in prompts if p.run == run]
+            drawn = _draw(seed, _lengths(own), info, budget)
             found |= {(run, f"r{i}"): sha256_tokens(prompt) for i, prompt in drawn.items()}
+            if kind in FORCED:
+                found |= _far(seed + 1, run, own, found, info, budget)
         return found
     drawn = _draw(named_seed(root, f"{unit}/prompts"), _lengths(prompts), info, budget)
     texts = {f"r{i}": prompt for i, prompt in drawn.items()}
@@ -154,6 +163,24 @@ def _expected(
     texts |= {p.request: texts[p.like] for p in prompts if p.like in texts}
     texts |= _warming(root, unit, prompts, texts, info, budget)
     return {(p.run, p.request): sha256_tokens(texts[p.request]) for p in prompts if p.request in texts}
+
+
+def _far(
+    seed: int,
+    run: str,
+    prompts: Sequence[_Prompt],
+    near: Mapping[tuple[str, str], str],
+    info: EngineInfo,
+    budget: _Budget,
+) -> dict[tuple[str, str], str]:
+    """Digests from the first prompt on that the first generator does not give."""
+    from fasttrack.checks.base import sha256_tokens
+
+    lengths = _lengths(prompts)
+    told = {p.request: p.sha256 for p in prompts}
+    place = next((i for i in sorted(lengths) if near.get((run, f"r{i}")) != told[f"r{i}"]), len(lengths))
+    drawn = _draw(seed, {i - place: tokens for i, tokens in lengths.items() if i >= place}, info, budget)
+    return {(run, f"r{place + i}"): sha256_tokens(prompt) for i, prompt in drawn.items()}
 
 
 def _lengths(prompts: Iterable[_Prompt]) -> dict[int, int]:

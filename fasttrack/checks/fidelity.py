@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from fasttrack.checks.base import Context, Unit, evidence
+from fasttrack.checks.base import Context, Unit, evidence, sha256_tokens
 from fasttrack.checks.schedule import come_and_go
 from fasttrack.errors import EvidenceError
 from fasttrack.records import CellKey, FidelityRecord, RoutingRecord
@@ -79,7 +79,9 @@ class _Batch:
                 # The first token comes out of prefill, which is stock in either arm.
                 found = compare(table[1:], exact[i][1:], request.forced[1:], near_tie=near_tie)
                 where = {"context": len(request.prompt) + len(request.forced), "late": request.arrival_step > 0}
-                self._record(FidelityRecord, arm, info, sequence=f"{self.first + i}", **where, **found)
+                asked = {"prompt_sha256": sha256_tokens(request.prompt), "prompt_tokens": len(request.prompt)}
+                place = {"batch": self.run_name, "sequence": f"{self.first + i}"}
+                self._record(FidelityRecord, arm, info, **place, **asked, **where, **found)
             self._record_routing(arm, info, steps, routing, chosen)
 
     def _engine(self, arm: str) -> tuple[Engine, EngineInfo]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import random
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,14 @@ from fasttrack.errors import BundleError
 from fasttrack.gates import Scope
 from fasttrack.gates.features import RULES
 from fasttrack.manifest.model import Manifest
-from fasttrack.records import EngineRecord, EvalItemRecord, EvalTaskRecord, FreeRunRecord, GenerationRecord
+from fasttrack.records import (
+    EngineRecord,
+    EvalItemRecord,
+    EvalTaskRecord,
+    FidelityRecord,
+    FreeRunRecord,
+    GenerationRecord,
+)
 from fasttrack.records.seeds import named_seed, root_seed
 
 UNIT = "isolation/a_a/decode/tp2/r2/dl0/dcp1/short"
@@ -113,7 +121,10 @@ def test_a_changed_prompt_is_named(tmp_path: Path, change: dict[str, Any], words
     assert any(words in line for line in problems(bundle_of(tmp_path, made)))
 
 
-@pytest.mark.parametrize("lost", [{"vocab_size": None}, {"eos_token_ids": None}, {"vocab_size": 1}])
+@pytest.mark.parametrize(
+    "lost",
+    [{"vocab_size": None}, {"eos_token_ids": None}, {"vocab_size": 1}, {"vocab_size": 3, "eos_token_ids": [1, 2]}],
+)
 def test_leaving_the_vocabulary_out_does_not_help(tmp_path: Path, lost: dict[str, Any]):
     made = generations(root="0" * 64)
     made[0] = made[0].model_copy(update=lost)
@@ -130,15 +141,29 @@ def harness_seeds(monkeypatch: pytest.MonkeyPatch) -> None:
     )
 
 
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """Of PyTorch: the toy's tensors are too small to gain from more, and lose much on a busy machine."""
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
 def toy_scope(gates: list[str], **changes: Any) -> Scope:
     manifest = {**TOY, "gates": {"required": gates}, **changes}
     return Scope(Manifest.model_validate(manifest), "smoke", replace(TARGET.describe(), features=tuple(RULES)))
 
 
-def test_what_the_checks_draw_is_what_is_drawn_again(tmp_path: Path, harness_seeds: None):
+@pytest.mark.usefixtures("harness_seeds", "one_thread")
+def test_what_the_checks_draw_is_what_is_drawn_again(tmp_path: Path):
     """Every check that records prompts, run on the toy engine; with other seeds nothing of it fits."""
     features = ["stop", "penalties", "prefix_reuse", "streaming", "full_context", "stock_resumed"]
-    scope = toy_scope(["isolation.a_a", "evals.free_running", *(f"features.{f}" for f in features)], tasks=[])
+    scope = toy_scope(
+        ["isolation.a_a", "evals.free_running", "evals.fidelity", *(f"features.{f}" for f in features)], tasks=[]
+    )
     two = {"features/": "tp2", "isolation/a_a/": "tp2/r4", "evals/": "tp2", "performance/": "tp2/r4"}
     records = []
     for check in ("isolation", "evals", "performance", "features"):
@@ -150,10 +175,10 @@ def test_what_the_checks_draw_is_what_is_drawn_again(tmp_path: Path, harness_see
         )
     found = tie_prompts(scope, "", records)
     assert found.problems == []
-    made = [r for r in records if isinstance(r, GenerationRecord | FreeRunRecord)]
+    made = [r for r in records if isinstance(r, GenerationRecord | FreeRunRecord | FidelityRecord)]
     assert sum(found.tied.values()) == len(made)
     named = {f"features/{name}" for name in features}
-    assert set(found.tied) == {"isolation/a_a", "evals/free_running", "performance", *named}
+    assert set(found.tied) == {"isolation/a_a", "evals/free_running", "evals/fidelity", "performance", *named}
     assert {"undrafted", "w0", "w1", "s0"} & {r.request for r in made if isinstance(r, GenerationRecord)} >= {
         "w0",
         "s0",
