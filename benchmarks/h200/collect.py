@@ -17,15 +17,18 @@ def load(path: str) -> Any:
 
 def main() -> None:
     what, *files, out, floor = sys.argv[1:]
-    rows = [r for f in files for r in load(f)]
-    environment = load(floor)
+    rows = [r for f in files if Path(f).is_file() for r in load(f)]  # a case that failed has left none
+    if not rows:
+        print(f"no results in {' '.join(files)}")
+        return
+    environment = load(floor) if Path(floor).stat().st_size else {}
     document = {
         "what": "streaming projections, one rank's shard, one GPU" if what == "time" else "launches checked",
         "method": "median over 60 replays of a CUDA graph timed with events, per launch; distinct weights per launch, "
         "at least 4 GB in all (or 384 launches); launches chained by programmatic dependent launch; no profiler"
         if what == "time"
         else "errors against float64 over the derived limit (at most 1 passes); repeat: launches compared bit by bit "
-        "with the first, outputs NaN-filled before each",
+        "with the first (published ones: with what the storing epilogue wrote), outputs NaN-filled before each",
         "floor": "read_floor_TBps: bulk-copy kernel that only reads 4 GB, same run; floor_us = bytes / that",
         "environment": environment,
         "results": rows,
