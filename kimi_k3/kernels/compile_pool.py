@@ -15,6 +15,8 @@ from typing import Any, Generic, TypeVar
 Job = TypeVar("Job")
 Result = TypeVar("Result")
 
+START_S = 120.0  #: for a new process's imports, at least
+
 _SPAWN = get_context("spawn")
 
 
@@ -82,8 +84,8 @@ def run(
                         else:
                             workers.remove(worker)
                             worker.stop()
-                elif time.monotonic() - worker.since > limit_s:
-                    reason = f"not finished in {limit_s:g} s"
+                elif time.monotonic() - worker.since > (limit := limit_s if worker.job else max(limit_s, START_S)):
+                    reason = f"not finished in {limit:g} s"
                 if reason:
                     workers.remove(worker)
                     worker.stop()
