@@ -84,7 +84,9 @@ def run(
                         else:
                             workers.remove(worker)
                             worker.stop()
-                elif time.monotonic() - worker.since > (limit := limit_s if worker.job else max(limit_s, START_S)):
+                elif time.monotonic() - worker.since > (
+                    limit := limit_s if worker.job is not None else max(limit_s, START_S)
+                ):
                     reason = f"not finished in {limit:g} s"
                 if reason:
                     workers.remove(worker)
