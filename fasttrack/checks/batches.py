@@ -13,10 +13,11 @@ Batch = dict[str, int]
 MOST_FORCED = 8  #: requests of a batch that is there for its numbers: few, so that what differs is not the neighbours
 #: Tokens per sequence of batches with more requests, or beyond the sequences asked for: they are there so that no
 #: claimed size goes unseen, which a few positions show.
-CROWD_TOKENS = 4
+CROWD_TOKENS = 3
+CHANGING_TOKENS = 6  #: at least, where requests come and go: each of both companies needs steps of its own
 MOST_BATCHES = 6  #: per deployment, besides one of every claimed size
 MOST_FAR = 2  #: sequences of a batch near the far end of the bucket: a long prefill is the dearest part of a batch
-FAR_BATCHES = 3  #: batches with such sequences, per deployment
+FAR_BATCHES = 2  #: batches with such sequences, per deployment
 
 
 def forced(deployments: Sizes, sequences: int, tokens: int) -> dict[CellKey, list[Batch]]:
@@ -48,6 +49,7 @@ def forced_of_one(sizes: Sequence[int], sequences: int, tokens: int) -> list[Bat
     changing = next((b for b in batches if b["requests"] == small[-1]), batches[0])
     for batch in batches:
         if batch is changing or batch["requests"] == 1:
+            batch["tokens"] = max(batch["tokens"], min(tokens, CHANGING_TOKENS))
             batch.update(_late(batch["requests"], batch["tokens"], small))
     for batch in [b for b in batches if b["late"]][:FAR_BATCHES]:
         batch["far"] = min(MOST_FAR, batch["late"])

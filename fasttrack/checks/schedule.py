@@ -12,6 +12,7 @@ from fasttrack.target import EngineInfo, Request, Sampling
 
 #: Prompt length where the bucket does not ask for a longer one; lengths vary by up to two tokens below it.
 SHORT_PROMPT = 8
+LEAST_ALONE = 6  #: tokens of a request that is alone and then followed by another, where it may have so many
 
 
 def token_prompt(rng: random.Random, length: int, info: EngineInfo) -> tuple[int, ...]:
@@ -80,10 +81,10 @@ def come_and_go(
     """``count`` requests at once, of ``tokens`` each; the last ``far`` of all end near the far end of ``bucket``.
 
     With ``late``, the first ``late`` requests end halfway and as many new ones follow ``pause`` steps later: batches
-    shrink and grow, rows move up, and slots and pages change hands. Where nobody stays, each has all its tokens.
+    shrink and grow, rows move up, and slots and pages change hands.
     """
     staying = count - late
-    first = min(tokens, max(2, tokens // 2)) if staying else tokens
+    first = min(tokens, max(2 if staying else LEAST_ALONE, tokens // 2))
     arrival = first + pause
     lengths = [first] * late + [tokens] * staying + [max(first, tokens - arrival)] * late
     requests = together(len(lengths), max(lengths), bucket, info, seed, late=late, arrival_step=arrival)

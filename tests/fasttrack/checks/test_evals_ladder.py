@@ -57,7 +57,7 @@ def test_forced_batches_are_claimed_sizes_of_at_most_eight_and_one_crowd(sizes, 
     plan = batches.forced_of_one(sizes, sequences, 32)
     assert [b["requests"] for b in plan] == expected
     assert {b["tokens"] for b in plan if b["requests"] <= 8} <= {32}
-    assert {b["tokens"] for b in plan if b["requests"] == 64 and len(plan) > 1} <= {4}
+    assert {b["tokens"] for b in plan if b["requests"] == 64 and len(plan) > 1} <= {3}
 
 
 @pytest.mark.parametrize("sizes", [[1, 2, 4, 8, 16, 32, 64], [1, 2, 3, 4, 5, 6, 7, 8, 16, 32, 64], [16], [1, 8, 64]])
