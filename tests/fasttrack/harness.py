@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import unit_run
 from fake_target import TARGET
 
-from fasttrack.checks import CHECKS
-from fasttrack.checks.base import Context, Unit
-from fasttrack.engines.cache import EngineCache
+from fasttrack.checks.base import Unit
 from fasttrack.gates import Scope
 from fasttrack.manifest.model import Manifest
 from fasttrack.target import Engine, EngineSpec
@@ -65,21 +63,5 @@ def toy_scope(**changes: Any) -> Scope:
 def run_units(
     scope: Scope, folder: Path, keep: Callable[[Unit], bool] = lambda unit: True, *, check: str, target: Any = TARGET
 ) -> list[Any]:
-    """The records of the units of ``check`` that ``keep`` accepts."""
-    records: list[Any] = []
-    engines = EngineCache(target, scope, folder, seed=1)
-    for unit in CHECKS[check].units(scope.manifest, scope.tier):
-        if keep(unit):
-            context = Context(
-                scope=scope,
-                target=target,
-                engines=engines,
-                workdir=folder,
-                unit=unit,
-                attempt=1,
-                seed=lambda name: int(hashlib.sha256(name.encode()).hexdigest()[:7], 16),
-                write=records.append,
-            )
-            CHECKS[check].run(unit, context)
-    engines.close()
-    return records
+    """The records of the units of ``check`` that ``keep`` accepts; the toy target unless told otherwise."""
+    return unit_run.run_units(scope, folder, keep, check=check, target=target)

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
+from unit_run import run_units
 
-from fasttrack.checks import CHECKS
-from fasttrack.checks.base import Context, Unit
-from fasttrack.engines.cache import EngineCache
+from fasttrack.checks.base import Unit
 from fasttrack.gates import GATES, GateResult, Scope
 from fasttrack.manifest.model import Manifest
 from fasttrack.target import Engine, EngineSpec
@@ -122,23 +120,6 @@ def gate_says(
     plant: Plant | None, gate: str, claims: Manifest, folder: Path, keep: Callable[[Unit], bool]
 ) -> tuple[GateResult, list[Any]]:
     """The verdict on the units that ``keep`` accepts, and their records."""
-    scope, target, records = Scope(claims, "smoke", TARGET.describe()), Planted(plant), list[Any]()
-    engines = EngineCache(target, scope, folder, seed=1)
-    check = CHECKS[gate.partition(".")[0]]
-    for unit in check.units(claims, "smoke"):
-        if keep(unit):
-            check.run(
-                unit,
-                Context(
-                    scope=scope,
-                    target=target,
-                    engines=engines,
-                    workdir=folder,
-                    unit=unit,
-                    attempt=1,
-                    seed=lambda name: int(hashlib.sha256(name.encode()).hexdigest()[:7], 16),
-                    write=records.append,
-                ),
-            )
-    engines.close()
+    scope = Scope(claims, "smoke", TARGET.describe())
+    records = run_units(scope, folder, keep, check=gate.partition(".")[0], target=Planted(plant))
     return GATES[gate](scope, records), records

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import hashlib
 from pathlib import Path
 from typing import Any
 
 import pytest
+from unit_run import run_units
 
-from fasttrack.checks import CHECKS
-from fasttrack.checks.base import Context
-from fasttrack.engines.cache import EngineCache
 from fasttrack.gates import GATES, GateResult, Scope
 from fasttrack.manifest.model import Manifest
 from fasttrack.target import Engine, EngineSpec
@@ -38,6 +35,10 @@ EXPECTED: dict[str, tuple[str, dict[str, Any]]] = {
     "refuse-every-step": ("isolation.scope_coverage", PLAIN),
     "false-ledger": ("isolation.witnesses", PLAIN),
 }
+
+
+#: Units that say nothing about any of these gates.
+OTHERS = ("isolation/a_a", "isolation/off", "isolation/refusals", "evals/free", "evals/routing")
 
 
 def manifest(gate: str, row: dict[str, Any]) -> Manifest:
@@ -87,26 +88,13 @@ class Sabotaged:
 def verdict(fault: str | None, gate: str, row: dict[str, Any], folder: Path) -> GateResult:
     """What ``gate`` says about a run of its check."""
     scope = Scope(manifest(gate, row), "smoke", TARGET.describe())
-    target, records = Sabotaged(fault), list[Any]()
-    engines = EngineCache(target, scope, folder, seed=1)
-    check = CHECKS[gate.partition(".")[0]]
-    for unit in check.units(scope.manifest, scope.tier):
-        if unit.name.startswith(
-            ("isolation/a_a", "isolation/off", "isolation/refusals", "evals/free", "evals/routing")
-        ):
-            continue
-        context = Context(
-            scope=scope,
-            target=target,
-            engines=engines,
-            workdir=folder,
-            unit=unit,
-            attempt=1,
-            seed=lambda name: int(hashlib.sha256(name.encode()).hexdigest()[:7], 16),
-            write=records.append,
-        )
-        check.run(unit, context)
-    engines.close()
+    records = run_units(
+        scope,
+        folder,
+        lambda unit: not unit.name.startswith(OTHERS),
+        check=gate.partition(".")[0],
+        target=Sabotaged(fault),
+    )
     return GATES[gate](scope, records)
 
 

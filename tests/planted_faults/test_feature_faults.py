@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import hashlib
 from pathlib import Path
 from typing import Any
 
 import pytest
 from feature_faults import FAULTS, Plant
+from unit_run import run_units
 
-from fasttrack.checks import CHECKS
-from fasttrack.checks.base import Context
-from fasttrack.engines.cache import EngineCache
 from fasttrack.gates import GATES, GateResult, Scope
 from fasttrack.gates.features import RULES
 from fasttrack.manifest.model import Manifest
@@ -58,21 +55,7 @@ def verdict(feature: str, drafts: int, fault: Plant | None, folder: Path, variat
         "tiers": {"smoke": {"minutes": 1}},
     }
     scope = Scope(Manifest.model_validate(manifest), "smoke", TARGET.describe())
-    target, records = Sabotaged(fault), list[Any]()
-    engines = EngineCache(target, scope, folder, seed=1)
-    for unit in CHECKS["features"].units(scope.manifest, "smoke"):
-        context = Context(
-            scope=scope,
-            target=target,
-            engines=engines,
-            workdir=folder,
-            unit=unit,
-            attempt=1,
-            seed=lambda name: int(hashlib.sha256(name.encode()).hexdigest()[:7], 16),
-            write=records.append,
-        )
-        CHECKS["features"].run(unit, context)
-    engines.close()
+    records = run_units(scope, folder, check="features", target=Sabotaged(fault))
     return GATES[f"features.{feature}"](scope, records)
 
 

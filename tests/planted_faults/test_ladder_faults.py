@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import hashlib
 from pathlib import Path
 from typing import Any
 
 import pytest
 from kda_and_routing_faults import FAULTS, FaultyTarget
+from unit_run import run_units
 
-from fasttrack.checks import CHECKS
-from fasttrack.checks.base import Context
-from fasttrack.engines.cache import EngineCache
 from fasttrack.gates import GATES, GateResult, Scope
 from fasttrack.manifest.model import Manifest
 from fasttrack.records import FidelityRecord, RoutingRecord
@@ -31,21 +28,7 @@ MANIFEST: dict[str, Any] = {
 def ladder(fault: str | None, folder: Path) -> tuple[list[Any], dict[str, GateResult]]:
     """Records and verdicts of the first two rungs."""
     scope = Scope(Manifest.model_validate(MANIFEST), "smoke", TARGET.describe())
-    target, records = FaultyTarget(fault), list[Any]()
-    engines = EngineCache(target, scope, folder, seed=1)
-    for unit in CHECKS["evals"].units(scope.manifest, scope.tier):
-        context = Context(
-            scope=scope,
-            target=target,
-            engines=engines,
-            workdir=folder,
-            unit=unit,
-            attempt=1,
-            seed=lambda name: int(hashlib.sha256(name.encode()).hexdigest()[:7], 16),
-            write=records.append,
-        )
-        CHECKS["evals"].run(unit, context)
-    engines.close()
+    records = run_units(scope, folder, check="evals", target=FaultyTarget(fault))
     gates = ("evals.fidelity", "evals.routing")
     return records, {gate: GATES[gate](scope, records) for gate in gates}
 
