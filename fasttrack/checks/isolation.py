@@ -65,7 +65,8 @@ def _cell(unit: Unit, ctx: Context) -> None:
     def wanted(step: LedgerStep) -> bool:
         return (step.kind, step.requests, step.rows) == (cell.step, cell.requests, ledger_rows)
 
-    tokens = 1 + ctx.scope.knobs.decode_steps * (1 + cell.draft_length)
+    # One token a step where no draft stands, 1 + DL where all do: at least four steps even then.
+    tokens = 1 + max(ctx.scope.knobs.decode_steps, 4 * (1 + cell.draft_length))
     for attempt in range(2):
         requests = together(cell.requests, tokens, ctx.scope.bucket(cell.context), info, ctx.seed(unit.name))
         watched = WatchedRun(engine, wanted=wanted, profiled=ctx.scope.knobs.profiled_steps)
@@ -118,7 +119,8 @@ def _a_a(unit: Unit, ctx: Context) -> None:
     count = min(cell.requests, A_A_REQUESTS)
     for arm in ("stock", "stock-repeat"):
         engine, info = ctx.engine_for(arm, cell)
-        tokens = 1 + 2 * ctx.scope.knobs.decode_steps * (1 + cell.draft_length)
+        # Sampled text takes few drafts; if all stood, these would still be four steps after the late arrivals.
+        tokens = 1 + max(2 * ctx.scope.knobs.decode_steps, 6 * (1 + cell.draft_length))
         requests = together(
             count,
             tokens,
