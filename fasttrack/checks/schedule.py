@@ -6,7 +6,7 @@ import random
 from dataclasses import replace
 
 from fasttrack.errors import UsageError
-from fasttrack.gates.base import far_from
+from fasttrack.gates.base import crossing_prompt
 from fasttrack.manifest.model import Context as Bucket
 from fasttrack.target import EngineInfo, Request, Sampling
 
@@ -102,10 +102,9 @@ def far_prompt(turn: int, output_tokens: int, bucket: Bucket, info: EngineInfo) 
     """Prompt length of a context at the far end of ``bucket``: in even turns one whose output crosses from one cache
     page to the next, where the engine tells its page size and such a context is far enough; else the longest."""
     longest = min(bucket.max, info.max_context)
-    length = longest - output_tokens - turn
     page = info.config.get("page_size")
     if isinstance(page, int) and turn % 2 == 0:
-        crossing = length // page * page - 1
-        if crossing + output_tokens >= far_from(bucket.min, longest):
-            length = crossing
-    return max(length, bucket.min)
+        crossing = crossing_prompt(output_tokens, bucket.min, longest, page)
+        if crossing is not None:
+            return crossing
+    return max(longest - output_tokens - turn, bucket.min)

@@ -72,6 +72,14 @@ def far_from(shortest: int, longest: int) -> int:
     return shortest + int(FAR_SHARE * (longest - shortest))
 
 
+def crossing_prompt(output_tokens: int, shortest: int, longest: int, page: int) -> int | None:
+    """Prompt length of a far context whose second decode step writes the first row of a cache page; None where the
+    bucket holds no such context. The last of ``output_tokens`` is never fed back, the first comes from prefill."""
+    length = (longest - output_tokens) // page * page - 1
+    fits = length >= max(1, shortest) and length + output_tokens >= far_from(shortest, longest)
+    return length if fits and output_tokens >= 3 else None
+
+
 class GateResult(BaseModel):
     """``reason`` is one sentence; ``numbers`` are what it rests on."""
 

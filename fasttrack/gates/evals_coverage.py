@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from fasttrack.gates.base import Number, Scope, far_from, group_by, select, some
+from fasttrack.gates.base import Number, Scope, crossing_prompt, far_from, group_by, select, some
 from fasttrack.records import CellKey, EngineRecord, FidelityRecord, StepRecord
 
 
@@ -27,7 +27,7 @@ def coverage(scope: Scope, records: Sequence[Any], found: Sequence[FidelityRecor
 
     Of every cell: a specialised step at exactly its batch, and sequences of it. Of every deployment: a sequence that
     ends at the far end of the context bucket, one whose decode steps cross from one cache page to the next (where
-    the engine tells its page size), and one that took over from others while the engine ran.
+    the engine tells its page size and the bucket has room for it), and one that took over from others.
     """
     own = [r for r in found if r.arm == "optimized"]
     units = {r.unit for r in own}
@@ -50,10 +50,12 @@ def coverage(scope: Scope, records: Sequence[Any], found: Sequence[FidelityRecor
         reached.append(max((r.context or 0 for r in part), default=0))
         pages = [p for p in (r.config.get("page_size") for r in select(told, EngineRecord)) if isinstance(p, int)]
         over = [r for r in part if pages and _crosses(r, pages[0])]
+        shortest = scope.bucket(part[0].cell.context).min
+        asked = pages and any(crossing_prompt(r.positions + 1, shortest, longest, pages[0]) for r in part if r.late)
         late = [r for r in part if r.late]
         crossed, replaced = crossed + len(over), replaced + len(late)
         lacks = [] if far else [f"near the end of its contexts of up to {longest} tokens"]
-        lacks += ["across a cache page"] if pages and not over else []
+        lacks += ["across a cache page"] if asked and not over else []
         lacks += [] if late else ["that took over from another request"]
         doubts += [f"{deployment}: no forced sequence {some(lacks)}"] if lacks else []
     listed = f"of {len(cells)} cells (requests {', '.join(map(str, sizes))})"

@@ -7,6 +7,7 @@ import pytest
 from harness import toy_scope
 
 from fasttrack.gates import GATES
+from fasttrack.gates.base import crossing_prompt
 from fasttrack.records import (
     CellKey,
     EngineRecord,
@@ -146,7 +147,7 @@ def test_a_step_kind_or_precision_without_a_sequence_is_no_pass():
     [
         ({"context": 41}, "near the end of its contexts of up to 64 tokens"),
         ({"late": False}, "that took over from another request"),
-        ({"context": 60, "positions": 4}, "across a cache page"),
+        ({"context": 64, "positions": 12}, "across a cache page"),
     ],
 )
 def test_contexts_pages_and_successors_that_were_not_seen_are_no_pass(changes, word):
@@ -158,6 +159,15 @@ def test_contexts_pages_and_successors_that_were_not_seen_are_no_pass(changes, w
     result = fidelity([told, *records])
     assert result.verdict == "inconclusive"
     assert word in result.reason
+
+
+@pytest.mark.parametrize(
+    ("output_tokens", "shortest", "longest", "prompt"),
+    [(13, 1, 64, 47), (5, 1, 64, None), (2, 1, 64, None), (13, 48, 64, None), (6, 1, 256, 239), (3, 1, 16, None)],
+)
+def test_a_page_is_crossed_where_the_far_end_has_room_for_it(output_tokens, shortest, longest, prompt):
+    """Five tokens cannot both cross into the page of row 48 and end far; a bucket from 48 on begins behind it."""
+    assert crossing_prompt(output_tokens, shortest, longest, page=16) == prompt
 
 
 @pytest.mark.parametrize("exact", [False, True])
