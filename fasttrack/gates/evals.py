@@ -108,10 +108,10 @@ def routing(scope: Scope, records: Sequence[Any]) -> GateResult:
             primaries.append(Primary(inside, p, text))
             if judged:
                 worst = _worst_layer([b for _, b in part])
-                unit = f"of {choices} choices, stock {sum(differ[0])}, ratio's 95 % upper bound {seen.upper:.4g}{worst}"
-                numbers.append(
-                    Number(f"expert sets unlike the oracle's {key}", sum(differ[1]), unit, f"<= {limit:.4g}")
-                )
+                counted = f"{sum(differ[1])} of {choices} choices, stock {sum(differ[0])}"
+                unit = f"optimized / stock, 95 % upper bound {seen.upper:.4g}, {counted}{worst}"
+                allowed = f"bound <= {limit:.4g}, or a rate bounded by {TIES:.2g}"
+                numbers.append(Number(f"expert sets unlike the oracle's {key}", seen.ratio, unit, allowed))
         unsure += vacuous(records, pairs)
     passed = f"Experts differ from the oracle's at most {limit:.3g} times as often as in stock"
     failed = "Other experts than stock chooses"
