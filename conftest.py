@@ -21,7 +21,8 @@ def _torch_state() -> dict[str, object]:
 
 @pytest.fixture(autouse=True)
 def torch_stays_as_it_was() -> Iterator[None]:
-    before = _torch_state()
+    before, threads = _torch_state(), torch.get_num_threads()
     yield
+    torch.set_num_threads(threads)  # engines of the tiny presets set it for the whole process
     after = _torch_state()
     assert {name: (before[name], now) for name, now in after.items() if now != before[name]} == {}

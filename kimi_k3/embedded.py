@@ -138,7 +138,7 @@ def build(deployment: Deployment) -> Built:
     checkpoint = open_checkpoint(options["checkpoint"], options["checkpoint_seed"])
     config, codec = checkpoint.config, checkpoint.codec
     engine_options = _engine_options(
-        deployment, options, options["max_context"] or min(config.max_position_embeddings, MAX_CONTEXT)
+        deployment, options, _max_context(options, min(config.max_position_embeddings, MAX_CONTEXT))
     )
     if deployment.switch == names.SWITCH_ON:
         _refuse_unsupported(deployment, options, checkpoint, engine_options.max_context)
@@ -268,6 +268,15 @@ def _model(checkpoint: Checkpoint, tp: int, options: Mapping[str, Any]) -> Model
         )
     except ValueError as error:
         raise OptionError(str(error), where="tp", expected="a number of ranks that divides heads and widths") from None
+
+
+def _max_context(options: Mapping[str, Any], default: int) -> int:
+    asked = options["max_context"]
+    if asked is None:
+        return default
+    if asked < 1:
+        raise OptionError(f"{asked}", where="engine.options.max_context", expected="at least 1")
+    return int(asked)
 
 
 def _set_threads(options: Mapping[str, Any]) -> None:

@@ -186,7 +186,8 @@ def _parse_run(found: Verification, contents: Mapping[str, bytes]) -> Run | None
 def _judged_by(run: Run) -> str:
     source = run.environment.get("source")
     commit = source.get("commit") if isinstance(source, dict) else None
-    return printable(f"fasttrack {run.environment.get('fasttrack')}, commit {commit}")
+    changed = " with uncommitted changes" if isinstance(source, dict) and source.get("dirty") else ""
+    return printable(f"fasttrack {run.environment.get('fasttrack')}, commit {commit}{changed}")
 
 
 def _check_seeds(found: Verification, run: Run) -> None:

@@ -26,10 +26,10 @@ ALONE = 1000  #: steps between two requests that must not meet
 ENDING = 5  #: tokens of a prompt's own end behind a prefix that others have as well
 ALTERNATIVES = 5  #: log-probabilities beside the chosen token
 
-#: Settings whose effect shows within :data:`TOKENS` tokens of a model that hardly repeats itself.
+#: Settings whose effect shows within two times :data:`TOKENS` tokens of a model that hardly repeats itself.
 PENALTIES: dict[str, dict[str, float]] = {
     "presence": {"presence_penalty": -2.0},
-    "frequency": {"frequency_penalty": -1.5},
+    "frequency": {"frequency_penalty": -2.0},
     "repetition": {"repetition_penalty": 0.6},
     "all": {"presence_penalty": -1.0, "frequency_penalty": 1.5, "repetition_penalty": 0.5},
 }
@@ -120,7 +120,7 @@ def logprobs(run: FeatureRun) -> None:
 
 def penalties(run: FeatureRun) -> None:
     """Each setting on requests of its own, in one batch; a control without penalties shows that they matter."""
-    plain = run.requests(TOKENS)
+    plain = run.requests(2 * TOKENS)
     names = list(PENALTIES)
     asked = [replace(r, sampling=replace(r.sampling, **PENALTIES[names[i % 4]])) for i, r in enumerate(plain)]  # type: ignore[arg-type]
     run.both(asked, "asked", details={r.id: {"setting": names[i % 4]} for i, r in enumerate(plain)})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from enum import StrEnum
 from importlib.metadata import entry_points
 from pathlib import Path
@@ -42,6 +43,8 @@ def audit(
     from fasttrack.audit.run import ARCHES, audit_folder, audit_target
     from fasttrack.target import ENTRY_POINT_GROUP
 
+    if output is not None and (output.is_dir() or not os.access(output.parent, os.W_OK)):
+        raise UsageError("cannot be written", where=f"--output {output}", expected="a file in a writable folder")
     path = Path(subject)
     registered = {entry.name for entry in entry_points(group=ENTRY_POINT_GROUP)}
     if path.exists() and subject not in registered:  # a target is often called like its folder; ./name is the folder

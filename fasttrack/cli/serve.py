@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
+import socket
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -51,7 +52,11 @@ def serve(
         raise UsageError(f"the engine of {subject} cannot be served", expected="a target with a serving engine")
     served = name or target.describe().name
     config = uvicorn.Config(create_app(engine, served), host=host, port=port, log_level="warning")
-    listener = config.bind_socket()
+    try:
+        listener = socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+    except OSError as error:
+        expected = "an address of this machine and a free port"
+        raise UsageError(f"cannot listen ({error.strerror})", where=f"{host}:{port}", expected=expected) from None
     if not _is_loopback(host):
         plain(f"Warning: {host} is not a loopback address; anyone who reaches it can use this server.")
     shape = (
@@ -85,7 +90,10 @@ def spec_of(subject: str, arm: str, options: list[str], **deployment: Any) -> tu
         key, equals, value = text.partition("=")
         if not equals or not key:
             raise UsageError(f"{text!r}", where="--option", expected="NAME=VALUE")
-        given[key] = yaml.safe_load(value)
+        try:
+            given[key] = yaml.safe_load(value)
+        except yaml.YAMLError:
+            raise UsageError(f"{text!r}", where="--option", expected="NAME=VALUE with a YAML value") from None
     switch = description.off if arm == "stock" else description.on
     return target, EngineSpec(kind, arm, switch, options=given, **deployment)
 

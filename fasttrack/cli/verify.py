@@ -66,6 +66,11 @@ def verify(
         say(f"required {passed} of {len(found.required)} required gates passed")
     if found.binding is not None:
         say(f"about    {found.binding.sentence}")
+    if found.judged_by:
+        say(f"code     {found.judged_by}")
+        head = found.binding.head if found.binding is not None else None
+        if head is not None and f"commit {head}" not in found.judged_by:
+            say(f"note     the code that ran is not a checkout of head commit {head}")
     if found.seeds is not None:
         _say_seeds(found)
     for unit in found.unfinished[:MAX_PROBLEMS]:

@@ -118,7 +118,10 @@ def providers_disagree(scope: Scope, steps: Sequence[StepRecord]) -> list[str]:
     for step in steps:
         for op in step.ops:
             name = step.providers.get(op)
-            if known and not _is_kernel(scope, op) and name not in known:
+            # Numerics asks for the described ops: one that is left out would run unchecked.
+            if op not in scope.description.ops and not _is_kernel(scope, op):
+                wrong.append(f"step {step.run}/{step.index}: ran {op}, which the target does not describe")
+            elif known and not _is_kernel(scope, op) and name not in known:
                 wrong.append(f"step {step.run}/{step.index}: {op} served by {name or 'nobody'}, not {some(known)}")
             first = served.setdefault((step.unit, step.attempt, step.arm), {}).setdefault(op, name or "")
             if first != (name or ""):

@@ -33,6 +33,15 @@ def problems(manifest: Manifest) -> Iterator[Problem]:
     yield from _twice(manifest)
     yield from _gates(manifest)
     yield from _unknown(manifest)
+    yield from _impossible(manifest)
+
+
+def _impossible(manifest: Manifest) -> Iterator[Problem]:
+    for i, cell in enumerate(manifest.named_cells):
+        length, most = cell.acceptance_length, 1 + cell.draft_length
+        if length is not None and not 1 <= length <= most:
+            expected = f"1 to {most} tokens a step (1 + draft_length)"
+            yield Problem(("named_cells", i, "acceptance"), f"acceptance length {length:g}", expected)
 
 
 def _twice(manifest: Manifest) -> Iterator[Problem]:

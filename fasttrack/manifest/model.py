@@ -119,7 +119,7 @@ class NamedCell(_Strict):
     draft_length: int = Field(default=0, ge=0)
     dcp: int = Field(default=1, ge=1)
     context: str = "short"
-    acceptance: str = Field(default="none", pattern=r"^(none|measured|synthetic\([0-9.]+\))$")
+    acceptance: str = Field(default="none", pattern=r"^(none|measured|synthetic\([0-9]+(\.[0-9]+)?\))$")
     input_tokens: int = Field(ge=1)
     output_tokens: int = Field(ge=1)
     prefill: Literal["excluded", "included"] = "excluded"

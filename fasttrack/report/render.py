@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
@@ -73,7 +73,7 @@ def render(
         unplanned=sum(found.state == "unplanned" for found in counts),
         fallbacks=", ".join(f"{name} {n}" for name, n in sorted(reasons.items())),
         probes=probe_rows(scope, records),
-        cannot_show=_cannot_show(scope, stamps, binding),
+        cannot_show=_cannot_show(scope, stamps, binding, run.environment),
         stamps=stamps,
         failed=run.journal.failed_attempts(),
         emulated=any(stamp == "emulated" for stamp, _, _, _ in stamps),
@@ -126,12 +126,24 @@ def verdict_sentence(
     return text if scope.manifest.trained_checkpoint else f"{text} {UNTRAINED}"
 
 
-def _cannot_show(scope: Scope, stamps: Sequence[tuple[str, str, int, str]], binding: Binding | None) -> list[str]:
+def _cannot_show(
+    scope: Scope,
+    stamps: Sequence[tuple[str, str, int, str]],
+    binding: Binding | None,
+    environment: Mapping[str, Any],
+) -> list[str]:
     kinds = {stamp.partition("(")[0] for stamp, _, _, _ in stamps}
     found = list(scope.manifest.cannot_show)
     if "measured" not in kinds:
         found.append("No record was measured on the claimed hardware.")
     if binding is not None and binding.state != "bound":
         found.append(f"The seeds do not derive from the pull request's head commit ({binding.state}).")
+    source = environment.get("source")
+    ran, dirty = (source.get("commit"), source.get("dirty")) if isinstance(source, dict) else (None, None)
+    if binding is not None and binding.head is not None and (ran != binding.head or dirty):
+        found.append(
+            f"The code that ran is that of commit {ran}{' with uncommitted changes' if dirty else ''}, not a clean "
+            f"checkout of the head commit {binding.head}."
+        )
     found.append("That the machine which recorded this was honest: a bundle proves what was recorded.")
     return found

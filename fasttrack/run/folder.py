@@ -6,6 +6,7 @@ runs/<manifest>-<UTC time>/
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
@@ -52,6 +53,10 @@ def identity(facts: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
 
 
+class FolderTaken(UsageError):
+    """Another process made the folder between the choice of its name and its creation."""
+
+
 class RunFolder:
     """One run on disk."""
 
@@ -75,8 +80,11 @@ class RunFolder:
     def finished(self) -> bool:
         return (self.path / "gates.json").is_file()
 
-    def create(self, manifest: bytes, facts: Mapping[str, Any], environment: Mapping[str, Any], diff: str) -> None:
-        """Write the files that exist from the start. The folder appears whole or not at all."""
+    def create(self, manifest: bytes, facts: Mapping[str, Any], environment: Mapping[str, Any], diff: str) -> TextIO:
+        """Write the files that exist from the start. The folder appears whole and locked, or not at all.
+
+        Returns the lock (see :meth:`lock`). Raises :class:`FolderTaken` when another process made it meanwhile.
+        """
         temporary = self.path.with_name(f".{self.path.name}.{os.getpid()}")
         try:
             (temporary / "records").mkdir(parents=True)
@@ -85,12 +93,16 @@ class RunFolder:
             if diff:
                 write_atomic(temporary / "dirty.diff", diff)
             write_json(temporary / "run.json", facts)
-            (temporary / "journal.jsonl").touch()
+            lock = RunFolder(temporary).lock()  # before the rename: nobody can find the folder unlocked
+            assert lock is not None
             temporary.replace(self.path)
+            return lock
         except BaseException as error:  # a signal among them
             shutil.rmtree(temporary, ignore_errors=True)
             if not isinstance(error, OSError):
                 raise
+            if error.errno in (errno.ENOTEMPTY, errno.EEXIST):
+                raise FolderTaken("exists already", where=str(self.path), expected="a new run folder") from None
             expected = "a place for a new run folder"
             raise UsageError(f"cannot be written ({error.strerror})", where=str(self.path), expected=expected) from None
 

@@ -27,6 +27,7 @@ from fasttrack.plan.planner import Plan, make_plan
 from fasttrack.records import RecordReader, RecordWriter
 from fasttrack.records.digest import UnitDigest
 from fasttrack.run.folder import (
+    FolderTaken,
     RunFolder,
     find_unfinished,
     identity,
@@ -160,12 +161,22 @@ def _open_folder(request: Request, prepared: Prepared, checkpoint: str) -> tuple
             return existing, True, seeds, lock
         if request.run_dir:
             raise UsageError("is in use by another fasttrack", where=f"--run {existing.path}", expected="a free folder")
-    folder = RunFolder(request.run_dir) if request.run_dir else new_folder(request.runs, prepared.manifest.name)
-    folder.create(prepared.raw, {**facts, "started": now()}, environment, source.diff)
-    lock = folder.lock()
-    if lock is None:
-        raise UsageError("is in use by another fasttrack", where=str(folder.path), expected="a free folder")
+    facts["started"] = now()
+    folder, lock = _new(request, prepared.manifest.name, prepared.raw, facts, environment, source.diff)
     return folder, False, seeds, lock
+
+
+def _new(
+    request: Request, name: str, raw: bytes, facts: dict[str, Any], environment: dict[str, Any], diff: str
+) -> tuple[RunFolder, TextIO]:
+    """A folder of this process, locked. A name that another process took first is no reason to stop."""
+    while True:
+        folder = RunFolder(request.run_dir) if request.run_dir else new_folder(request.runs, name)
+        try:
+            return folder, folder.create(raw, facts, environment, diff)
+        except FolderTaken:
+            if request.run_dir:
+                raise
 
 
 def _existing(request: Request, wanted: str) -> RunFolder | None:

@@ -29,6 +29,7 @@ def test_a_target_or_a_manifest_names_the_engine() -> None:
         ("nothing", "optimized", [], "unknown target 'nothing'"),
         ("missing.yaml", "optimized", [], "missing.yaml"),
         ("kimi_k3", "fast", [], "unknown arm 'fast'; expected stock, optimized or sabotaged:FAULT"),
+        ("kimi_k3", "stock", ["a=["], "--option: 'a=\\['; expected NAME=VALUE with a YAML value"),
         ("kimi_k3", "stock", ["page_size"], "--option: 'page_size'; expected NAME=VALUE"),
         (str(CONFIG.with_name("kimi-k3-gb300-tp8.yaml")), "stock", [], "engine 'vllm' is served by itself"),
     ],

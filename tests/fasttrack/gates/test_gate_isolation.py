@@ -123,6 +123,12 @@ def traced(path):
             "toy::update 1 in the ledger",
         ),
         (TraceRecord, {"ops": {"toy::head": 1}}, traced("stock"), "is stock in the ledger"),
+        (
+            StepRecord,
+            {"ops": {"toy::hidden": 1}},
+            lambda r: r.path == "specialized",
+            "ran toy::hidden, which the target does not describe",
+        ),
         (TraceRecord, {"index": 99}, traced("stock"), "not in the ledger"),
     ],
 )

@@ -158,3 +158,24 @@ def test_an_unknown_target_is_named_with_its_place(tmp_path: Path):
         find_target("kimi_k2", where=place(path, "target"))
     assert str(caught.value).startswith(f"{path}:3: target: unknown target 'kimi_k2'; expected ")
     assert "kimi_k3" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("acceptance", "right"), [("synthetic(4.5)", False), ("synthetic(0)", False), ("synthetic(4)", True)]
+)
+def test_an_acceptance_length_beyond_the_drafts_is_refused(tmp_path: Path, acceptance: str, right: bool):
+    cell = {**CELL, "draft_length": 3, "acceptance": acceptance}
+    if right:
+        path = tmp_path / "m.yaml"
+        path.write_text(yaml.safe_dump(deepcopy_each({**GOOD, "named_cells": [cell]})))
+        load_manifest(path)
+    else:
+        said, _ = message(tmp_path, {"named_cells": [cell]})
+        assert "named_cells.0.acceptance: acceptance length" in said
+        assert "expected 1 to 4 tokens a step" in said
+
+
+@pytest.mark.parametrize("acceptance", ["synthetic(1.2.3)", "synthetic(.)", "synthetic()"])
+def test_an_acceptance_that_is_no_number_is_refused(tmp_path: Path, acceptance: str):
+    said, _ = message(tmp_path, {"named_cells": [{**CELL, "acceptance": acceptance}]})
+    assert "named_cells.0.acceptance" in said

@@ -66,6 +66,20 @@ def test_first_line_says_verdict_evidence_and_that_scores_say_nothing(tmp_path: 
     assert "trained" not in report(tmp_path / "t", manifest=trained).splitlines()[0]
 
 
+def test_a_bound_head_whose_code_did_not_run_is_said(tmp_path: Path):
+    from dataclasses import replace
+
+    scope, run, records, results = loaded(write_run(tmp_path / "run"))
+    for source, said in (
+        ({"commit": HEAD, "dirty": False}, False),
+        ({"commit": HEAD, "dirty": True}, True),
+        ({"commit": "b" * 40, "dirty": False}, True),
+    ):
+        environment = {**run.environment, "source": source}
+        text = render(scope, replace(run, environment=environment), records, results, Binding(7, None, HEAD, HEAD))
+        assert ("not a clean checkout of the head commit" in text) is said
+
+
 def test_first_line_says_how_much_of_the_claim_the_tier_ran(tmp_path: Path):
     assert "passed. 2 of 3 claimed cells run in this tier. Optional" in report(tmp_path).splitlines()[0]
     wide = MANIFEST.replace("cells: {requests: [1, 2], named: false}", "cells: {requests: [1, 2, 4], named: false}")
