@@ -52,11 +52,7 @@ def serve(
         raise UsageError(f"the engine of {subject} cannot be served", expected="a target with a serving engine")
     served = name or target.describe().name
     config = uvicorn.Config(create_app(engine, served), host=host, port=port, log_level="warning")
-    try:
-        listener = socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
-    except OSError as error:
-        expected = "an address of this machine and a free port"
-        raise UsageError(f"cannot listen ({error.strerror})", where=f"{host}:{port}", expected=expected) from None
+    listener = _listen(host, port)
     if not _is_loopback(host):
         plain(f"Warning: {host} is not a loopback address; anyone who reaches it can use this server.")
     shape = (
@@ -96,6 +92,15 @@ def spec_of(subject: str, arm: str, options: list[str], **deployment: Any) -> tu
             raise UsageError(f"{text!r}", where="--option", expected="NAME=VALUE with a YAML value") from None
     switch = description.off if arm == "stock" else description.on
     return target, EngineSpec(kind, arm, switch, options=given, **deployment)
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    """A listening socket; :class:`UsageError` where the address is not of this machine or the port is taken."""
+    try:
+        return socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+    except OSError as error:
+        expected = "an address of this machine and a free port"
+        raise UsageError(f"cannot listen ({error.strerror})", where=f"{host}:{port}", expected=expected) from None
 
 
 def _is_loopback(host: str) -> bool:

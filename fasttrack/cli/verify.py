@@ -69,8 +69,8 @@ def verify(
     if found.judged_by:
         say(f"code     {found.judged_by}")
         head = found.binding.head if found.binding is not None else None
-        if head is not None and f"commit {head}" not in found.judged_by:
-            say(f"note     the code that ran is not a checkout of head commit {head}")
+        if head is not None and not found.judged_by.endswith(f"commit {head}"):
+            say(f"note     the code that ran is not a clean checkout of head commit {head}")
     if found.seeds is not None:
         _say_seeds(found)
     for unit in found.unfinished[:MAX_PROBLEMS]:

@@ -46,7 +46,14 @@ def test_bundle_prints_root_and_binding(home: Path, capsys):
     code, out, _ = call(capsys, "verify", str(bundle), "--digest", root)
     assert code == 0
     assert "origin   matches the given digest" in out
+    assert "code     fasttrack " in out
+    assert "note " not in out
     assert "unbound" in out
+
+
+def test_verify_says_that_other_code_than_the_head_commit_ran(home: Path, capsys):
+    _, out, _ = call(capsys, "verify", sealed(capsys, "--head", HEAD))
+    assert f"note     the code that ran is not a clean checkout of head commit {HEAD}" in out
 
 
 def test_bundle_takes_the_run_that_ended_last(home: Path, capsys):

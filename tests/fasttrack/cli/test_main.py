@@ -68,6 +68,12 @@ def test_a_deleted_current_folder_is_one_line_and_exit_2(tmp_path: Path, monkeyp
     assert capsys.readouterr().err == "fasttrack: the current folder was deleted; expected `cd` into one that exists\n"
 
 
+@pytest.mark.parametrize("output", ["missing/report.json", "."])
+def test_a_report_that_cannot_be_written_is_said_before_the_audit(tmp_path: Path, capsys, output: str):
+    assert cli.run(["audit", str(tmp_path), "--output", str(tmp_path / output)]) == 2
+    assert capsys.readouterr().err.startswith("fasttrack: --output ")
+
+
 def test_a_crash_is_exit_4_with_a_traceback_in_a_file(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture):
     def crash() -> None:
         raise ZeroDivisionError("planted")

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from fasttrack.cli.serve import _is_loopback, spec_of
+from fasttrack.cli.serve import _is_loopback, _listen, spec_of
 from fasttrack.errors import UsageError
 
 CONFIG = Path(__file__).parents[3] / "configs" / "kimi-k3-embedded.yaml"
@@ -42,3 +42,12 @@ def test_bad_input_is_one_clear_line(subject: str, arm: str, options: list[str],
 def test_what_counts_as_loopback() -> None:
     assert all(map(_is_loopback, ("127.0.0.1", "127.8.0.1", "::1", "localhost")))
     assert not any(map(_is_loopback, ("0.0.0.0", "::", "10.0.0.1", "example.org")))
+
+
+def test_an_address_that_cannot_be_served_is_one_clear_line() -> None:
+    with _listen("127.0.0.1", 0) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(UsageError, match=f"127.0.0.1:{port}: cannot listen .*; expected an address"):
+            _listen("127.0.0.1", port)
+    with pytest.raises(UsageError, match="cannot listen"):
+        _listen("999.1.1.1", 0)
