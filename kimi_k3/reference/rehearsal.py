@@ -67,11 +67,18 @@ class RehearsalDrafter(Drafter):
                 for i in going
             ]
             batch = build_batch(rows, self.caches.page_size, self.model.device)
-            best = self.model.compute_logits(self.model.forward(batch, self.caches)).argmax(-1).tolist()
-            for i, token in zip(going, best, strict=True):
+            logits = self.model.compute_logits(self.model.forward(batch, self.caches))
+            for row, i in zip(logits, going, strict=True):
+                self._hold_to_grammar(row, states[i], found[i])
+            for i, token in zip(going, logits.argmax(-1).tolist(), strict=True):
                 forced, place = states[i].request.forced, states[i].emitted + len(found[i])
                 found[i].append(forced[place] if place < len(forced) else token)
         return [Draft(self._spoil(state, tokens)) for state, tokens in zip(states, found, strict=True)]
+
+    def _hold_to_grammar(self, row: torch.Tensor, state: RequestState, drafted: Sequence[int]) -> None:
+        """Under a grammar the target emits its best *allowed* token; without this hardly any draft would stand."""
+        if state.mask is not None and not state.request.forced:
+            row.masked_fill_(~state.mask([*state.output, *drafted]).to(row.device), -torch.inf)
 
     def _room(self, state: RequestState) -> int:
         """Tokens whose rows the request's pages hold."""
