@@ -33,7 +33,7 @@ Run = Callable[..., None]
 LAYER, HEAD, RANK, EXPERTS = 1, 1, 0, (3, 11)  #: where faults of one layer, head, rank or pair of experts sit
 
 
-def _wrap(engine: Engine, op: str, wrapper: Callable[..., None]) -> None:
+def wrap(engine: Engine, op: str, wrapper: Callable[..., None]) -> None:
     """Serve ``op`` by ``wrapper(real, context, *arguments)``."""
     context: OpContext = engine.executor.context  # type: ignore[union-attr]
     real = context.providers[op]
@@ -82,7 +82,7 @@ def conv_window(engine: Engine) -> None:
             conv[own, first + tap] = conv[own, first + tap + 1]
         real(context, *args)
 
-    _wrap(engine, "kda_core", wrapper)
+    wrap(engine, "kda_core", wrapper)
 
 
 def decay_scaled(engine: Engine) -> None:
@@ -97,7 +97,7 @@ def decay_scaled(engine: Engine) -> None:
         calls[0] += 1
         real(context, *args)
 
-    _wrap(engine, "kda_core", wrapper)
+    wrap(engine, "kda_core", wrapper)
 
 
 def stale_prefix(engine: Engine) -> None:
@@ -112,7 +112,7 @@ def stale_prefix(engine: Engine) -> None:
             prefix.copy_(before)
         calls[0] += 1
 
-    _wrap(engine, "attn_res", wrapper)
+    wrap(engine, "attn_res", wrapper)
 
 
 def stale_mailbox(engine: Engine) -> None:
@@ -129,7 +129,7 @@ def stale_mailbox(engine: Engine) -> None:
         calls[0] += 1
         real(context, *args)
 
-    _wrap(engine, "oproj_publish", wrapper)
+    wrap(engine, "oproj_publish", wrapper)
 
 
 # -- attention over several parts ------------------------------------------------------------------------------
@@ -144,7 +144,7 @@ def _after_core(engine: Engine, change: Callable[[Tensor], Tensor]) -> None:
         own = lse[:, :, : len(lens)]
         own.copy_(change(own))
 
-    _wrap(engine, "mla_core", wrapper)
+    wrap(engine, "mla_core", wrapper)
 
 
 def lse_base(engine: Engine) -> None:
@@ -180,7 +180,7 @@ def rank_dropped(engine: Engine) -> None:
         x[RANK] = 0
         real(context, x, weight, box)
 
-    _wrap(engine, "oproj_publish", wrapper)
+    wrap(engine, "oproj_publish", wrapper)
 
 
 def norm_before_reduction(engine: Engine) -> None:
@@ -200,7 +200,7 @@ def norm_before_reduction(engine: Engine) -> None:
         shared = p.rounded(mesh.fold(mesh.take(shared_box, rows, 2, "shared", context.debug), p.compute))
         mesh.publish_columns(delta, p.rounding(routed + shared))
 
-    _wrap(engine, "moe_tail", wrapper)
+    wrap(engine, "moe_tail", wrapper)
 
 
 def expert_swapped(engine: Engine) -> None:
@@ -217,14 +217,15 @@ def expert_swapped(engine: Engine) -> None:
             counts.zero_().scatter_add_(1, pairs, torch.ones_like(pairs))
         calls[0] += 1
 
-    _wrap(engine, "route", wrapper)
+    wrap(engine, "route", wrapper)
 
 
 # -- sampling and bookkeeping ----------------------------------------------------------------------------------
 
 
 @contextmanager
-def _patched(owner: Any, name: str, value: Any) -> Iterator[None]:
+def patched(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """``owner.name`` is ``value`` inside the block."""
     before = getattr(owner, name)
     setattr(owner, name, value)
     try:
@@ -252,7 +253,7 @@ def penalty_ignored(engine: Engine) -> None:
                 r.state.request = request
 
     def step(run: str, index: int) -> Any:
-        with _patched(engine_module, "choose", choose):
+        with patched(engine_module, "choose", choose):
             return real_step(run, index)
 
     engine.step = step  # type: ignore[method-assign]

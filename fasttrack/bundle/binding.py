@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -41,6 +42,11 @@ class Binding:
             return f"{where}, unbound: sealed without a head commit, so nothing ties these results to a version of it"
         of = f"commit {self.seeds_head}" if self.seeds_head else "no commit"
         return f"{where}, head commit {self.head}: head not bound to seeds (the run's seeds derive from {of})"
+
+    def ran(self, environment: Mapping[str, Any]) -> bool:
+        """Whether the code that ran was a clean checkout of ``head``, as the environment tells it."""
+        source = environment.get("source")
+        return isinstance(source, Mapping) and source.get("commit") == self.head and not source.get("dirty")
 
     @property
     def url(self) -> str | None:

@@ -67,6 +67,7 @@ class Verification:
     unfinished: list[str] = field(default_factory=list)  #: planned units without a finished attempt
     ties: Ties = field(default_factory=Ties)  #: which prompts follow from the seeds, and what was not held against them
     seeds: SeedsInfo | None = None
+    other_code: bool = False  #: a head commit was given, and what ran was not a clean checkout of it
     judged_by: str = ""  #: version and commit of the fasttrack that ran and judged, as the bundle states them
 
     @property
@@ -161,6 +162,8 @@ def _check_meaning(found: Verification, contents: Mapping[str, bytes], present: 
         found.binding = _try(
             found, lambda: read_binding(parse_json(contents[BINDING], where=BINDING), seeds_head=seeds_head)
         )
+        if found.binding is not None and found.binding.head is not None:
+            found.other_code = not found.binding.ran(run.environment)
     scope = _try(found, lambda: scope_of(run))
     if scope is not None:
         _tie(found, scope, run, records)

@@ -68,9 +68,8 @@ def verify(
         say(f"about    {found.binding.sentence}")
     if found.judged_by:
         say(f"code     {found.judged_by}")
-        head = found.binding.head if found.binding is not None else None
-        if head is not None and not found.judged_by.endswith(f"commit {head}"):
-            say(f"note     the code that ran is not a clean checkout of head commit {head}")
+        if found.other_code and found.binding is not None:
+            say(f"note     the code that ran is not a clean checkout of head commit {found.binding.head}")
     if found.seeds is not None:
         _say_seeds(found)
     for unit in found.unfinished[:MAX_PROBLEMS]:

@@ -140,7 +140,7 @@ def _cannot_show(
         found.append(f"The seeds do not derive from the pull request's head commit ({binding.state}).")
     source = environment.get("source")
     ran, dirty = (source.get("commit"), source.get("dirty")) if isinstance(source, dict) else (None, None)
-    if binding is not None and binding.head is not None and (ran != binding.head or dirty):
+    if binding is not None and binding.head is not None and not binding.ran(environment):
         found.append(
             f"The code that ran is that of commit {ran}{' with uncommitted changes' if dirty else ''}, not a clean "
             f"checkout of the head commit {binding.head}."

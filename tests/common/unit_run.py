@@ -14,23 +14,34 @@ from fasttrack.gates import Scope
 
 
 def run_units(
-    scope: Scope, folder: Path, keep: Callable[[Unit], bool] = lambda unit: True, *, check: str, target: Any
+    scope: Scope,
+    folder: Path,
+    keep: Callable[[Unit], bool] = lambda unit: True,
+    *,
+    check: str,
+    target: Any,
+    engines: EngineCache | None = None,
+    salt: str = "",
 ) -> list[Any]:
-    """The records of the units of ``check`` that ``keep`` accepts, with seeds that depend on nothing but names."""
+    """The records of the units of ``check`` that ``keep`` accepts. Seeds depend on nothing but ``salt`` and names.
+
+    ``engines`` are taken over from an earlier run, and left to the caller.
+    """
     records: list[Any] = []
-    engines = EngineCache(target, scope, folder, seed=1)
+    own = engines or EngineCache(target, scope, folder, seed=1)
     for unit in CHECKS[check].units(scope.manifest, scope.tier):
         if keep(unit):
             context = Context(
                 scope=scope,
                 target=target,
-                engines=engines,
+                engines=own,
                 workdir=folder,
                 unit=unit,
                 attempt=1,
-                seed=lambda name: int(hashlib.sha256(name.encode()).hexdigest()[:7], 16),
+                seed=lambda name: int(hashlib.sha256((salt + name).encode()).hexdigest()[:7], 16),
                 write=records.append,
             )
             CHECKS[check].run(unit, context)
-    engines.close()
+    if engines is None:
+        own.close()
     return records

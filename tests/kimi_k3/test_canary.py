@@ -11,7 +11,7 @@ import torch
 
 from fasttrack.target import Engine, EngineSpec, LedgerStep, Request, Sampling, StateWatchingEngine
 from kimi_k3 import names
-from kimi_k3.faults import _wrap
+from kimi_k3.faults import wrap
 from kimi_k3.target import TARGET
 
 NULL, FREE, PAGE = "null slot", "free slot", "free page"
@@ -87,7 +87,7 @@ STRAY: dict[str, tuple[str, Callable[..., None]]] = {
 @pytest.mark.parametrize("where", STRAY)
 def test_stray_writes_are_counted_in_every_specialised_step_and_no_other(where: str) -> None:
     engine = build()
-    _wrap(engine.engine, *STRAY[where])  # type: ignore[attr-defined]
+    wrap(engine.engine, *STRAY[where])  # type: ignore[attr-defined]
     found = steps(engine)
     layers = engine.engine.model.config.num_hidden_layers  # type: ignore[attr-defined]
     for step in found:
@@ -98,7 +98,7 @@ def test_stray_writes_are_counted_in_every_specialised_step_and_no_other(where: 
 def test_a_request_that_has_ended_owns_nothing_any_more() -> None:
     """A row that goes on writing into the slot it once had: unnoticed by tokens until somebody else has the slot."""
     engine = build()
-    _wrap(engine.engine, "kda_core", write_state(lambda slots: 1))  # type: ignore[attr-defined]
+    wrap(engine.engine, "kda_core", write_state(lambda slots: 1))  # type: ignore[attr-defined]
     found = steps(engine)
     alone = [step for step in found if step.path == "specialized" and 1 not in step.slots]
     together = [step for step in found if step.path == "specialized" and 1 in step.slots]

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import hashlib
 import random
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from unit_run import run_units
 
 from fasttrack.checks import CHECKS
-from fasttrack.checks.base import Context
 from fasttrack.engines.cache import EngineCache
 from fasttrack.gates import GATES, Scope
 from fasttrack.manifest.model import Manifest
@@ -75,20 +74,9 @@ def test_stock_against_stock_on_a_hundred_seeds(tmp_path: Path) -> None:
     shapes, prompts = set(), set()
     for seed in range(SEEDS):
         scope = Scope(manifest(random.Random(seed)), "smoke", TARGET.describe())
-        own = list[Any]()
-        for unit in CHECKS["evals"].units(scope.manifest, scope.tier):
-            context = Context(
-                scope=scope,
-                target=target,
-                engines=engines,
-                workdir=tmp_path,
-                unit=unit,
-                attempt=1,
-                seed=lambda name, seed=seed: int(hashlib.sha256(f"{seed}/{name}".encode()).hexdigest()[:7], 16),
-                write=own.append,
-            )
-            CHECKS["evals"].run(unit, context)
-            shapes.add((str(unit.params), str(scope.manifest.contexts)))
+        own = run_units(scope, tmp_path, check="evals", target=target, engines=engines, salt=f"{seed}/")
+        units = CHECKS["evals"].units(scope.manifest, scope.tier)
+        shapes |= {(str(unit.params), str(scope.manifest.contexts)) for unit in units}
         for gate in ("evals.fidelity", "evals.routing"):
             result = GATES[gate](scope, own)
             assert result.verdict == "pass", (seed, gate, result.reason)

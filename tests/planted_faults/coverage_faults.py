@@ -7,14 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from planted_target import PlantedTarget
 from unit_run import run_units
 
 from fasttrack.checks.base import Unit
 from fasttrack.gates import GATES, GateResult, Scope
 from fasttrack.manifest.model import Manifest
-from fasttrack.target import Engine, EngineSpec
 from kimi_k3.decode.ops import OpContext
-from kimi_k3.faults import _wrap
+from kimi_k3.faults import wrap
 from kimi_k3.reference.engine import EmbeddedEngine
 from kimi_k3.target import TARGET
 
@@ -31,7 +31,7 @@ def only_at(rows: int) -> Plant:
                 x[0] = 0
             real(context, x, *rest)
 
-        _wrap(engine, "oproj_publish", wrapper)
+        wrap(engine, "oproj_publish", wrapper)
 
     return plant
 
@@ -46,7 +46,7 @@ def only_beyond(position: int) -> Plant:
             far = (lens > position).nonzero().flatten()
             partial[:, :, far] *= 0.98
 
-        _wrap(engine, "mla_core", wrapper)
+        wrap(engine, "mla_core", wrapper)
 
     return plant
 
@@ -81,23 +81,7 @@ def stray_write(engine: EmbeddedEngine) -> None:
         real(context, *args)
         args[7][0] += 1
 
-    _wrap(engine, "kda_core", wrapper)
-
-
-class Planted:
-    """Kimi K3's target with ``plant`` applied to the engines of its optimised arm."""
-
-    def __init__(self, plant: Plant | None) -> None:
-        self.plant = plant
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(TARGET, name)
-
-    def engine(self, spec: EngineSpec) -> Engine:
-        engine = TARGET.engine(spec)
-        if spec.arm == "optimized" and self.plant is not None:
-            self.plant(engine.engine)  # type: ignore[attr-defined]
-        return engine
+    wrap(engine, "kda_core", wrapper)
 
 
 def manifest(gate: str, row: dict[str, Any], **tier: Any) -> Manifest:
@@ -121,5 +105,6 @@ def gate_says(
 ) -> tuple[GateResult, list[Any]]:
     """The verdict on the units that ``keep`` accepts, and their records."""
     scope = Scope(claims, "smoke", TARGET.describe())
-    records = run_units(scope, folder, keep, check=gate.partition(".")[0], target=Planted(plant))
+    on_engine = None if plant is None else lambda built: plant(built.engine)
+    records = run_units(scope, folder, keep, check=gate.partition(".")[0], target=PlantedTarget(TARGET, on_engine))
     return GATES[gate](scope, records), records

@@ -2,26 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from kimi_k3.faults import plant
+from kimi_k3.faults import patched, plant
 from kimi_k3.reference import emit, rejection
 from kimi_k3.reference.prefix import PrefixCache, Snapshot
 
 Plant = Callable[[Any], None]
-
-
-@contextmanager
-def patched(owner: Any, name: str, value: Any) -> Iterator[None]:
-    before = getattr(owner, name)
-    setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        setattr(owner, name, before)
 
 
 def while_generating(owner: Any, name: str, make: Callable[[Any], Any]) -> Plant:

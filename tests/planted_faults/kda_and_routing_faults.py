@@ -8,10 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fasttrack.target import Engine, EngineSpec
 from kimi_k3.decode.ops import OpContext
 from kimi_k3.decode.registry import Provider
-from kimi_k3.target import TARGET
 
 Run = Callable[..., None]
 
@@ -96,22 +94,11 @@ FAULTS: dict[str, tuple[str, Callable[[Run, int], Run]]] = {
 }
 
 
-class FaultyTarget:
-    """Kimi K3's target whose optimised arm carries one fault, or none (``fault`` None)."""
-
-    def __init__(self, fault: str | None) -> None:
-        self.fault = fault
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(TARGET, name)
-
-    def engine(self, spec: EngineSpec) -> Engine:
-        engine = TARGET.engine(spec)
-        if spec.arm == "optimized" and self.fault is not None:
-            op, plant = FAULTS[self.fault]
-            context = engine.engine.executor.context  # type: ignore[attr-defined]
-            config = context.config
-            layers = range(config.num_hidden_layers)
-            calls = sum(config.is_kda(i) if op == "kda_core" else config.is_moe(i) for i in layers)
-            context.providers[op] = Provider(op, "torch", plant(context.providers[op].run, calls))
-        return engine
+def plant(fault: str, built: Any) -> None:
+    """Put ``fault`` behind its op in an engine of the specialised path."""
+    op, make = FAULTS[fault]
+    context = built.engine.executor.context
+    config = context.config
+    layers = range(config.num_hidden_layers)
+    calls = sum(config.is_kda(i) if op == "kda_core" else config.is_moe(i) for i in layers)
+    context.providers[op] = Provider(op, "torch", make(context.providers[op].run, calls))

@@ -7,31 +7,15 @@ from typing import Any
 
 import pytest
 from feature_faults import FAULTS, Plant
+from planted_target import PlantedTarget
 from unit_run import run_units
 
 from fasttrack.gates import GATES, GateResult, Scope
 from fasttrack.gates.features import RULES
 from fasttrack.manifest.model import Manifest
-from fasttrack.target import Engine, EngineSpec
 from kimi_k3.target import TARGET
 
 SUBTLE = "rejected drafts not corrected for"
-
-
-class Sabotaged:
-    """Kimi K3's target with a fault in its optimised arm, or none."""
-
-    def __init__(self, fault: Plant | None) -> None:
-        self.fault = fault
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(TARGET, name)
-
-    def engine(self, spec: EngineSpec) -> Engine:
-        built = TARGET.engine(spec)
-        if spec.arm == "optimized" and self.fault is not None:
-            self.fault(built)
-        return built
 
 
 def verdict(feature: str, drafts: int, fault: Plant | None, folder: Path, variation: float = 0.3) -> GateResult:
@@ -55,7 +39,7 @@ def verdict(feature: str, drafts: int, fault: Plant | None, folder: Path, variat
         "tiers": {"smoke": {"minutes": 1}},
     }
     scope = Scope(Manifest.model_validate(manifest), "smoke", TARGET.describe())
-    records = run_units(scope, folder, check="features", target=Sabotaged(fault))
+    records = run_units(scope, folder, check="features", target=PlantedTarget(TARGET, fault))
     return GATES[f"features.{feature}"](scope, records)
 
 

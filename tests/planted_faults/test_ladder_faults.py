@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
-from kda_and_routing_faults import FAULTS, FaultyTarget
+from kda_and_routing_faults import FAULTS, plant
+from planted_target import PlantedTarget
 from unit_run import run_units
 
 from fasttrack.gates import GATES, GateResult, Scope
@@ -28,7 +30,7 @@ MANIFEST: dict[str, Any] = {
 def ladder(fault: str | None, folder: Path) -> tuple[list[Any], dict[str, GateResult]]:
     """Records and verdicts of the first two rungs."""
     scope = Scope(Manifest.model_validate(MANIFEST), "smoke", TARGET.describe())
-    records = run_units(scope, folder, check="evals", target=FaultyTarget(fault))
+    records = run_units(scope, folder, check="evals", target=PlantedTarget(TARGET, fault and partial(plant, fault)))
     gates = ("evals.fidelity", "evals.routing")
     return records, {gate: GATES[gate](scope, records) for gate in gates}
 
