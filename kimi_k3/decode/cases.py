@@ -88,8 +88,8 @@ def bind(case: OpCase, provider: str = "torch") -> Case:
         families=case.families,
         inputs=inputs,
         run=run,
-        oracle=lambda values: {name: b.value for name, b in bounded(values).items()},
-        bound=lambda values, oracle: {name: b.error for name, b in bounded(values).items()},
+        oracle=lambda values: {name: b.value.to(device) for name, b in bounded(values).items()},
+        bound=lambda values, oracle: {name: b.error.to(device) for name, b in bounded(values).items()},
         bound_text=case.text,
         untouched=lambda values, outputs: int(outputs[CHANGED]),
     )

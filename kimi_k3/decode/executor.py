@@ -106,7 +106,7 @@ class Executor:
             self.context = OpContext(config, precision, tp, dcp, interleave, debug=debug)
             self.context.providers = registry.select(self.context, device, provider)
             self.context.providers.update(overrides or {})
-            self.shards = shard_model(model.weights, config, tp)
+            self.shards = shard_model(model.weights, config, tp, model.device)
             self.boxes = Mailboxes.allocate(config, precision, tp, MAX_ROWS, model.device, dcp)
 
     def plan(self, batch: StepBatch) -> StepPlan:

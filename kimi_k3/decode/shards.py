@@ -22,6 +22,7 @@ from kimi_k3.reference.weights import (
     ModelWeights,
     MoEWeights,
     MXFP4Tensor,
+    convert,
 )
 
 ROW_TILE = 16  #: packed projections are padded to this many rows
@@ -196,10 +197,13 @@ def shard_layer(w: LayerWeights, config: KimiK3Config, tp: int) -> LayerShard:
     )
 
 
-def shard_model(weights: ModelWeights, config: KimiK3Config, tp: int) -> ModelShards:
-    """Shards of all ``tp`` ranks. The deployment gate has checked that every width divides."""
+def shard_model(
+    weights: ModelWeights, config: KimiK3Config, tp: int, device: torch.device | str | None = None
+) -> ModelShards:
+    """Shards of all ``tp`` ranks, on ``device`` (None: where the weights are). The deployment gate has checked that
+    every width divides."""
     return ModelShards(
-        embed=rows(weights.embed_tokens, tp),
-        layers=[shard_layer(layer, config, tp) for layer in weights.layers],
-        final_site=shard_site(weights.output_attn_res, weights.norm),
+        embed=convert(rows(weights.embed_tokens, tp), device=device),
+        layers=[convert(shard_layer(layer, config, tp), device=device) for layer in weights.layers],
+        final_site=convert(shard_site(weights.output_attn_res, weights.norm), device=device),
     )

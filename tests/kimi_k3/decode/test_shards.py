@@ -113,6 +113,25 @@ def test_router_and_latent_rows_of_all_ranks_are_the_whole_weights(tp: int) -> N
     assert s.front.shape[1] == experts + -experts % 16 + latent
 
 
+def test_shards_are_where_they_are_wanted() -> None:
+    """Weights are kept on the CPU, whatever the model runs on."""
+    found: list[torch.Tensor] = []
+
+    def walk(x: object) -> None:
+        if isinstance(x, torch.Tensor):
+            found.append(x)
+        elif isinstance(x, list):
+            for item in x:
+                walk(item)
+        else:
+            for value in vars(x).values():
+                walk(value)
+
+    walk(shard_model(weights("tiny-b"), PRESETS["tiny-b"], 8, "meta"))
+    assert len(found) > 50
+    assert {x.device.type for x in found} == {"meta"}
+
+
 def test_layer_kinds() -> None:
     shards = shard_model(weights("tiny-b"), PRESETS["tiny-b"], 8)
     assert [type(layer.attention) for layer in shards.layers] == [KDAShard] * 3 + [MLAShard] * 2
