@@ -255,7 +255,7 @@ class _Lowering:
             ins.op, ins.args = ("other" if real else "widen" if wide else "copy"), tuple(rest)
         elif base == "elect":
             ins.op, ins.args = "other", (Leaf("special", "laneid"),)
-        elif base == "shfl":
+        elif base in ("shfl", "mapa"):  # another lane's value; the same place in another block's shared memory
             ins.op, ins.args = "copy", tuple(parts[1])
         elif base == "mov" and "{" in s.operands[0] + s.operands[1]:
             ins.op, ins.args = "pack", tuple(rest)
