@@ -13,7 +13,21 @@ from kimi_k3.kernels import stream_projection as sp
 from kimi_k3.kernels import stream_projection_settings as settings_module
 from kimi_k3.kernels.stream_projection_settings import Setting, token_tiles
 
-FIELDS = ("kind", "rows", "stages", "ksplit", "kblk", "warps", "wm", "wk", "xstages", "reuse", "per_sm")
+FIELDS = (
+    "kind",
+    "rows",
+    "stages",
+    "ksplit",
+    "kblk",
+    "warps",
+    "wm",
+    "wk",
+    "xstages",
+    "reuse",
+    "xcast",
+    "prompt",
+    "per_sm",
+)
 
 
 def measured(paths: list[str]) -> dict[tuple[tuple[int, int, bool], int, Setting], float]:

@@ -28,29 +28,14 @@ sanitize() { # TOOL NAME COMMAND...
 export -f check publish sanitize
 
 CASES="kda_in_proj mla_in_proj mla_q_b o_proj moe_front shared_gate_up shared_down dense_gate_up dense_down lm_head"
-P=tests/kimi_k3/kernels/test_stream_projection_gpu.py B=tests/kimi_k3/kernels/test_publish_gpu.py
+P=tests/kimi_k3/kernels/test_stream_projection_gpu.py
 K=tests/kimi_k3/kernels/test_kda_core_gpu.py A=tests/kimi_k3/kernels/test_attn_res_gpu.py
-D=tests/kimi_k3/decode
+
+# comparing times needs the GPU alone: that test comes last
+step tests 300 python3 -m pytest -q -m gpu -n "${JOBS:-15}" --dist worksteal --tb=short -k "not brings_weights"
 {
-  # what was never run before comes first
-  echo "LIMIT=420 gpu_tests executor $D/test_executor_gpu.py"
-  for tp in 8 16; do echo "gpu_tests publish-tp$tp $B 'coded and kimi-k3-tp$tp'"; done
-  echo "gpu_tests publish-small $B 'small or idle'"
-  echo "gpu_tests projection-rest $P 'not within_limits and not brings_weights'"
-  for tp in 8 16; do for m in m1of m8of m64of m16of; do
-    echo "LIMIT=420 gpu_tests shard-tp$tp-$m $D/test_shard_cases_gpu.py 'tp$tp- and $m'"
-  done; done
   for tp in 8 16; do for op in o_proj moe_front shared_down dense_down; do echo "publish kimi-k3-tp$tp-$op"; done; done
   for tp in 8 16; do for op in $CASES; do echo "check kimi-k3-tp$tp-$op"; done; done
-  echo "gpu_tests projection-tp8 $P 'within_limits and kimi-k3-tp8'"
-  echo "gpu_tests projection-tp16 $P 'within_limits and kimi-k3-tp16'"
-  echo "gpu_tests projection-small $P 'within_limits and small'"
-  echo "gpu_tests kda-geometry-coded $K 'every_geometry and coded'"
-  echo "gpu_tests kda-geometry-adversarial $K 'every_geometry and adversarial'"
-  echo "gpu_tests kda-batches $K shards_and_batches"
-  echo "gpu_tests kda-replays $K replays"
-  echo "gpu_tests kda-rest $K 'not every_geometry and not shards_and_batches and not replays'"
-  echo "gpu_tests attn-res $A"
   if [ "${SANITIZE:-1}" != 0 ]; then
     for tool in memcheck synccheck racecheck; do
       for case in o_proj moe_front shared_gate_up; do

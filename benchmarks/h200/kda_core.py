@@ -33,6 +33,8 @@ def candidates(heads: int, tokens: int, requests: int) -> list[Settings]:
     found = []
     if pairs >= 48:
         found += [Settings(lanes=n, occupancy=o) for n in (8, 16) for o in (2, 3)]
+        found += [Settings(lanes=n, occupancy=o, bulk_store=True) for n in (8, 16) for o in (2, 3)]
+        found += [Settings(lanes=16, bulk_store=True, store_hint=EVICT_FIRST)]
     if pairs > 132 and tokens == 1:
         found += [Settings(lanes=n, resident=r) for n in (8, 16) for r in (1, 2)]
         found += [Settings(resident=2, store_hint=EVICT_FIRST), Settings(resident=2, load_hint=0)]
@@ -67,8 +69,8 @@ def ablations() -> dict[str, type[KdaCore]]:
 
 
 def describe(s: Settings) -> str:
-    hints = f"{'l' * (s.load_hint > 0)}{'s' * (s.store_hint > 0)}"
-    return f"c{s.cluster}w{s.warps}L{s.lanes}p{s.rows_per_pass}o{s.occupancy}r{s.resident} {hints} {s.trigger}"
+    hints = f"{'b' * s.bulk_store} {'l' * (s.load_hint > 0)}{'s' * (s.store_hint > 0)}"
+    return f"c{s.cluster}w{s.warps}L{s.lanes}p{s.rows_per_pass}o{s.occupancy}r{s.resident}{hints} {s.trigger}"
 
 
 def measure(

@@ -171,18 +171,8 @@ def candidates(shape: ProjectionShape, m: int) -> list[Setting]:
             cost = max(190 / blocks, blocks / resident, 1.0) + 0.3 * max(0.0, traffic - 0.5) + 0.03 * s.ksplit
         s = replace(s, stages=k.stages)
         good.setdefault(sp._untriggered(s), (cost, s))
-    if os.environ.get("DEEP"):  # one block per SM with a ring of nearly all shared memory
-        good = {}
-        for rows, ksplit, kblk, stages in itertools.product(
-            (64, 128, 192), (1, 2, 4), (64, 128), (4, 6, 8, 10, 12, 14)
-        ):
-            s = Setting("wgmma", rows, stages, ksplit, kblk, wm=4)
-            try:
-                k = sp.make_kernel(sp.Epilogue(shape), s, m)
-            except ValueError:
-                continue
-            if 90 <= k.blocks * ksplit <= 264 and 120 * 1024 <= k.smem <= 222 * 1024 and k.mt * k.tiles <= 24:
-                good[sp._untriggered(s)] = (-k.smem + 1000 * k.blocks * ksplit, s)
+    if os.environ.get("SHARE"):  # x by multicast
+        return [setting_for(shape, m), *sharing(shape, m)]
     if os.environ.get("AGAIN"):  # the fastest of earlier searches, and the same with an even number of blocks per SM
         return again(shape, m, os.environ["AGAIN"].split())
     present = setting_for(shape, m)
@@ -196,15 +186,60 @@ def candidates(shape: ProjectionShape, m: int) -> list[Setting]:
     return [present, *ordered]
 
 
+def sharing(shape: ProjectionShape, m: int) -> list[Setting]:
+    """Settings with x in shared memory, by how evenly they fill the SMs and what they ask of L2."""
+    tiles, found = token_tiles(m), dict[Any, tuple[float, Setting]]()
+    shapes = [("wgmma", rows, 4, 1, kblk) for rows in (64, 128, 192) for kblk in (64, 128)]
+    shapes += [("tiles", rows, 1, wk, 32 * wk) for rows in (32, 48, 64, 80, 96) for wk in (2, 4)]
+    if os.environ["SHARE"] == "rings":  # W's ring deeper than x's; up to all shared memory of an SM
+        shapes, parts, rings = [("wgmma", rows, 4, 1, 64) for rows in (64, 128, 192)], (0.6, 0.75), (112, 222)
+    else:
+        parts, rings = (0.0,), (48, 72, 104)
+    for (kind, rows, wm, wk, kblk), ksplit, xcast, ring, part in itertools.product(
+        shapes, (1, 2, 4, 8), (1, 2, 4), rings, parts
+    ):
+        wbox, xbox = kblk * 2 * rows, kblk * 16 * tiles
+        stages = int(ring * 1024 * part / wbox) if part else ring * 1024 // (wbox + xbox)
+        s = Setting(kind, rows, stages, ksplit, kblk, wm=wm, wk=wk, xcast=xcast, prompt=kind == "wgmma")
+        s = replace(s, xstages=(ring * 1024 - stages * wbox) // xbox) if part else s
+        if part and s.xstages >= s.stages:
+            continue
+        try:
+            k = sp.make_kernel(sp.Epilogue(shape), s, m)
+        except ValueError:
+            continue
+        blocks, fit = k.blocks * ksplit, min(4, 227 * 1024 // (k.smem + 1024))
+        if k.stages < min(3, k.nst) or k.mt * tiles > (32 if kind == "tiles" else 24) or not fit:
+            continue
+        uneven = max(1.0, -(-blocks // 132) * 132 / blocks)
+        flight = min(1.0, blocks * k.stages * k.wbox / 8e6)  # bytes of W in flight, of what latency x bandwidth needs
+        traffic = 1 + 8 * tiles / rows / xcast
+        cost = max(1.0, traffic / 1.4) + 0.25 * (uneven - 1) + 0.5 * (1 - flight) + 0.03 * ksplit + 0.02 * xcast
+        cost += 0.5 * max(0.0, blocks / (132 * fit) - 1)
+        s = replace(s, stages=k.stages)
+        found.setdefault(sp._untriggered(s), (cost, s))
+    ordered = [s for _, s in sorted(found.values(), key=lambda t: t[0])]
+    pairs = itertools.zip_longest(*([s for s in ordered if s.kind == kind] for kind in ("wgmma", "tiles")))
+    return [s for pair in pairs for s in pair if s]
+
+
 def again(shape: ProjectionShape, m: int, paths: list[str]) -> list[Setting]:
     tiles, out = token_tiles(m), dict[Any, Setting]()
     found = [(us, s) for (k, t, s), us in measured(paths).items() if k == (shape.n, shape.k, shape.situ) and t == tiles]
     for _, s in sorted(found, key=lambda t: t[0]):
         k = sp.make_kernel(sp.Epilogue(shape), s, m)
-        even = -(-k.blocks * k.ksplit // 132)
-        for per_sm in (0, even) if 227 * 1024 // (k.smem + 1024) > even else (0,):
-            v = replace(s, per_sm=per_sm)
-            out.setdefault(sp._untriggered(v), v)
+        if s.kind == "rows":
+            even = -(-k.blocks * k.ksplit // 132)
+            for per_sm in (0, even) if 227 * 1024 // (k.smem + 1024) > even else (0,):
+                v = replace(s, per_sm=per_sm)
+                out.setdefault(sp._untriggered(v), v)
+            continue
+        for w, x in ((0, 0), (-1, 1), (1, -1)):  # the same memory, shared out otherwise
+            v = replace(s, stages=k.stages + w, xstages=k.xstages + x)
+            if v.stages < max(3, v.xstages) or sp.make_kernel(sp.Epilogue(shape), v, m).smem > 227 * 1024:
+                continue
+            for prompt in (False, True) if s.kind == "wgmma" else (False,):
+                out.setdefault(sp._untriggered(replace(v, prompt=prompt)), replace(v, prompt=prompt))
     return list(out.values())
 
 

@@ -21,6 +21,16 @@ def mapa(addr, rank, *, loc=None, ip=None):
 
 
 @dsl_user_op
+def arrive_peer(bar, *, loc=None, ip=None):
+    """Arrive on the mbarrier at a cluster-window address: "this block has read its copy of a slot", no data goes along.
+
+    Release at CTA scope, as CuTe DSL's own remote arrive: at cluster scope it is a MEMBAR.GPU, 1 us per stage (H200).
+    """
+    ops = [Int32(bar).ir_value(loc=loc, ip=ip)]
+    asm(None, ops, "mbarrier.arrive.release.cta.shared::cluster.b64 _,[$0];", "r", True, loc, ip)
+
+
+@dsl_user_op
 def st_async1(addr, word, bar, *, loc=None, ip=None):
     """Asynchronous 4-byte store to a cluster-window address; completes 4 bytes on ``bar`` of the same block."""
     ops = [Int32(v).ir_value(loc=loc, ip=ip) for v in (addr, word, bar)]

@@ -22,6 +22,7 @@ from cutlass.cutlass_dsl import T, dsl_user_op
 
 from kimi_k3.kernels.cute_asm import asm, struct, words
 from kimi_k3.kernels.cute_cluster import (  # noqa: F401 - kernels find every helper here
+    arrive_peer,
     bulk_to_block,
     mapa,
     st_async1,

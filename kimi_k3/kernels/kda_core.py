@@ -76,6 +76,7 @@ class Settings:
     resident: int = 0  #: blocks per SM over which the requests are spread, each taking several; 0: a block per request
     store_hint: int = 0  #: L2 policy of the state stores, 0: none
     load_hint: int = cu.EVICT_FIRST  #: L2 policy of the state reads, 0: none
+    bulk_store: bool = False  #: state rows go back through shared memory and bulk copies; only without ``resident``
     trigger: str = "after_wait"  #: when the next kernel may start: also "entry", "end"
 
     @property
@@ -101,6 +102,7 @@ class KdaCore(KdaSteps):
     def __init__(self, heads, pitch, tokens=1, columns=0, index_bytes=4, settings=None, early=True, conv_width=None):
         self.s = s = settings or Settings()
         fits = s.cluster in (1, 2, 4, 8) and s.warps in (4, 8) and (s.cluster == 1 or s.resident == 0)
+        fits = fits and not (s.bulk_store and s.resident)
         sound = 1 <= tokens <= 8 and index_bytes in (4, 8) and (tokens <= columns if columns else tokens == 1)
         assert fits and sound, (s, tokens, columns, index_bytes)  # noqa: PT018
         self.heads, self.pitch, self.tokens, self.columns, self.ib = heads, pitch, tokens, columns, index_bytes
@@ -331,17 +333,20 @@ class KdaCore(KdaSteps):
                     self.fetch(p, next_slot, lane, warp, held, bars, state.toint() + offset, state_stride)
             if cutlass.const_expr(N == 1):
                 self.advance(S, 0, local, lane, qs, ks, decay, vs, beta, outs)
-                self.store_rows(S, px.lds1i(target), local, lane, rank, head, state, state_stride)
+                self.store_rows(S, px.lds1i(target), local, lane, rank, head, state, state_stride, held)
             else:
                 for t in cutlass.range(N, unroll=1):
                     self.advance(S, t, local, lane, qs, ks, decay, vs, beta, outs)
-                    self.store_rows(S, px.lds1i(target + 4 * t), local, lane, rank, head, state, state_stride)
+                    self.store_rows(S, px.lds1i(target + 4 * t), local, lane, rank, head, state, state_stride, held)
         if cutlass.const_expr(self.s.trigger == "end"):
             cu.pdl_trigger()
         cute.arch.sync_threads()
         self.norm(outs, z, gamma, part, mine, lane, rank, row)
         if cutlass.const_expr(self.cluster > 1 or N > 1):  # every block has read the history that is shifted now
             self.shift(taps, lane, warp, rank, head, taken, conv, inputs)
+        if cutlass.const_expr(self.s.bulk_store):
+            if lane == 0:
+                px.bulk_wait()
 
 
 KdaCore.kernel.set_name_prefix("k3_kda_core", keep_mangled_name=False)
@@ -365,7 +370,7 @@ def compile_cases() -> dict[str, CompileCase]:
         for tokens, columns, index, requests in steps:
             s = choose(shape.heads, tokens, max(1, requests))
             kernel = KdaCore(shape.heads, shape.kda_rows, tokens, columns, index, s)
-            table = f"n{columns}-i{8 * index}-c{s.cluster}-l{s.lanes}-p{kernel.rpp}-r{s.resident}"
+            table = f"n{columns}-i{8 * index}-c{s.cluster}-l{s.lanes}-p{kernel.rpp}-r{s.resident}{'-b' * s.bulk_store}"
             args = kernel_args(torch.int32 if index == 4 else torch.int64)
             kind = f"q{'1' if tokens == 1 else 'n'}-{table}"
             case = CompileCase(kernel, args, kernel.threads, kernel.smem, CONTRACT, kind)

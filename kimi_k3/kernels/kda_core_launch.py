@@ -24,8 +24,10 @@ def choose(heads: int, tokens: int, requests: int) -> Settings:
         return Settings(cluster=4, rows_per_pass=4)
     if pairs <= (24 if tokens == 1 else 66):
         return Settings(cluster=2)
-    if tokens == 1 and (132 < pairs <= 264 or pairs > 528):
-        return Settings(resident=2)
+    if tokens == 1 and pairs > 528:
+        return Settings(lanes=16, resident=2)
+    if tokens == 1 and pairs > 132:
+        return Settings(lanes=16, occupancy=3, bulk_store=True)
     return Settings(lanes=16)
 
 

@@ -75,6 +75,29 @@ def bulk_load(smem, addr, size, bar, hint: cutlass.Constexpr, *, loc=None, ip=No
 
 
 @dsl_user_op
+def bulk_store(addr, smem, size, hint: cutlass.Constexpr, *, loc=None, ip=None):
+    """Asynchronous copy of ``size`` bytes (multiple of 16) shared -> global, as a bulk group of its own.
+
+    Writers of the source need fence_async_shared and a warp barrier first."""
+    ops = [Int64(addr).ir_value(loc=loc, ip=ip), Int32(smem).ir_value(loc=loc, ip=ip)]
+    ops += [Int32(size).ir_value(loc=loc, ip=ip)]
+    code = "cp.async.bulk.global.shared::cta.bulk_group"
+    if hint:
+        ops.append(Int64(hint).ir_value(loc=loc, ip=ip))
+        cu.asm(
+            None, ops, code + ".L2::cache_hint [$0],[$1],$2,$3; cp.async.bulk.commit_group;", "l,r,r,l", True, loc, ip
+        )
+    else:
+        cu.asm(None, ops, code + " [$0],[$1],$2; cp.async.bulk.commit_group;", "l,r,r", True, loc, ip)
+
+
+@dsl_user_op
+def bulk_wait(*, loc=None, ip=None):
+    """Wait until every bulk group of this thread is complete: its sources may be reused, its writes are visible."""
+    cu.asm(None, [], "cp.async.bulk.wait_group 0;", "", True, loc, ip)
+
+
+@dsl_user_op
 def st_peer(smem, peer, value, *, loc=None, ip=None):
     """Store a float at this block's shared address ``smem``, in block ``peer`` of the cluster."""
     ops = [Int32(v).ir_value(loc=loc, ip=ip) for v in (smem, peer)] + [Float32(value).ir_value(loc=loc, ip=ip)]

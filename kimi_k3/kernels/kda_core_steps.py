@@ -253,10 +253,13 @@ class KdaSteps:
                     S[i, j, e] = cu.i2f(words[e])
 
     @cute.jit
-    def store_rows(self, S, slot, local, lane, rank, head, state, state_stride):
+    def store_rows(self, S, slot, local, lane, rank, head, state, state_stride, held):
         """And to the state of ``slot``, unless that is a null slot."""
         J: cutlass.Constexpr = 32 // self.lanes
-        if slot > 0:
+        if cutlass.const_expr(self.s.bulk_store):
+            if slot > 0:
+                self.send_rows(S, slot, local, lane, rank, head, state, state_stride, held + local * 512)
+        elif slot > 0:
             row = head * HEAD + rank * self.rows + local + lane // self.lanes
             base = state.toint() + (Int64(slot) * state_stride + Int64(row * HEAD + lane % self.lanes * 4)) * 4
             for i in cutlass.range_constexpr(self.slots):
@@ -267,6 +270,26 @@ class KdaSteps:
                         px.stg4_hint(to, words, self.s.store_hint)
                     else:
                         cu.stg4(to, words)
+
+    @cute.jit
+    def send_rows(self, S, slot, local, lane, rank, head, state, state_stride, address):
+        """The same by one bulk copy from where the rows were loaded from."""
+        J: cutlass.Constexpr = 32 // self.lanes
+        if cutlass.const_expr(self.tokens > 1):
+            if lane == 0:
+                px.bulk_wait()  # the previous token's rows have been read
+            cute.arch.sync_warp()
+        for i in cutlass.range_constexpr(self.slots):
+            for j in cutlass.range_constexpr(J):
+                row = i * J + lane // self.lanes
+                words = [cu.f2i(S[i, j, e]) for e in range(4)]
+                cu.sts4(address + row * 512 + (j * self.lanes + lane % self.lanes) * 16, words)
+        cu.fence_async_shared()
+        cute.arch.sync_warp()
+        if lane == 0:
+            row = head * HEAD + rank * self.rows + local
+            to = state.toint() + (Int64(slot) * state_stride + Int64(row * HEAD)) * 4
+            px.bulk_store(to, address, self.rpp * HEAD * 4, self.s.store_hint)
 
     @cute.jit
     def finish(self, outs, z, gamma, total, n: cutlass.Constexpr, t, lane, row):

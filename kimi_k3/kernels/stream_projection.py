@@ -44,6 +44,9 @@ def make_kernel(epilogue: Epilogue, setting: Setting, m: int) -> RowsKernel | Ti
         tiles,
         warpgroup_mma=s.kind == "wgmma",
         xstages=s.xstages,
+        per_sm=s.per_sm,
+        xcast=s.xcast,
+        prompt=s.prompt,
     )
 
 
@@ -181,7 +184,21 @@ def code_key(epilogue: Epilogue, setting: Setting, m: int) -> tuple[Any, ...]:
 
 
 def _untriggered(s: Setting) -> tuple[Any, ...]:
-    return (s.kind, s.rows, s.stages, s.ksplit, s.kblk, s.warps, s.wm, s.wk, s.xstages, s.reuse, s.per_sm)
+    return (
+        s.kind,
+        s.rows,
+        s.stages,
+        s.ksplit,
+        s.kblk,
+        s.warps,
+        s.wm,
+        s.wk,
+        s.xstages,
+        s.reuse,
+        s.xcast,
+        s.prompt,
+        s.per_sm,
+    )
 
 
 def make_inputs(
@@ -243,7 +260,7 @@ def compile_cases(arch: str) -> dict[str, CompileCase]:
             kernel, code = make_kernel(used, setting, m), code_key(used, setting, m)
             contract = ROWS_CONTRACT if setting.kind == "rows" else TILES_CONTRACT
             epilogue = ("situ",) * shape.situ + ("fp32",) * bool(live) + ("own" if owner else "all",) * bool(targets)
-            ring = ("split",) * (setting.ksplit > 1) + ("reuse",) * setting.reuse
+            ring = ("split",) * (setting.ksplit > 1) + ("reuse",) * setting.reuse + ("share",) * (setting.xcast > 1)
             kind = "-".join((setting.kind, str(token_tiles(m)), *epilogue, *ring))
             case = CompileCase(kernel, fake_args(), kernel.threads, kernel.smem, contract, kind, code)
             out[f"{name}-m{m}"] = case

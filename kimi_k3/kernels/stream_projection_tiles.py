@@ -1,10 +1,13 @@
 """The streaming projection for 9-64 tokens: x shares the ring with W, and K is split over a cluster.
 
-With b tokens every block reads K b elements of x from L2 beside its K rows elements of W, so blocks must own many rows:
-``rows`` rows of W x one of ``ksplit`` K ranges (a cluster), which keeps the number of blocks near the number of SMs.
+With b tokens every block needs K b elements of x from L2 beside its K rows elements of W, and L2 delivers little more
+than device memory does. So blocks own many rows, ``rows`` rows of W x one of ``ksplit`` K ranges, and ``xcast``
+neighbours share x: each loads a part of it and multicasts that to all. A cluster is ksplit x xcast blocks.
 
 producer  one warp: per stage one TMA box [rows, kblk] of W and one [tokens, kblk] of x, one barrier for both. x may
-          have a shorter ring (``xstages``). The first ``stages`` W boxes are issued before griddepcontrol.wait, x after
+          have a shorter ring (``xstages``). The first ``stages`` W boxes are issued before griddepcontrol.wait, x
+          after. With xcast a slot is free when the consumers of all sharing blocks have released it, and a block ends
+          when all its slots have been released for the last time
 consumers wm x wk warps; a warp multiplies rows/wm rows with all tokens over every wk-th 32-wide K slice of a stage.
           Same permuted K order as the kernel for few tokens: 16-byte conflict-free reads of both operands, no ldmatrix.
           On sm_90a optionally wm/4 warpgroups with wgmma, which reads both operands from shared memory itself
@@ -20,7 +23,7 @@ from __future__ import annotations
 import cutlass
 import cutlass.cute as cute
 import cutlass.memory as cmem
-from cutlass import BFloat16, Float32, Int32, Int64, Uint64
+from cutlass import BFloat16, Float32, Int16, Int32, Int64, Uint64
 from cutlass.cute.nvgpu import cpasync, warpgroup
 
 from kimi_k3.kernels import cute_util as cu
@@ -50,7 +53,7 @@ class TilesKernel(Output):
 
     def __init__(self, epilogue: Epilogue, rows: int, stages: int, kblk: int = 64, ksplit: int = 1, wm: int = 4,
                  wk: int = 2, tiles: int = 2, ldx: int = 0, warpgroup_mma: bool = False,
-                 xstages: int = 0, per_sm: int = 0) -> None:  # fmt: skip
+                 xstages: int = 0, per_sm: int = 0, xcast: int = 1, prompt: bool = False) -> None:  # fmt: skip
         n, k, situ = epilogue.shape.n, epilogue.shape.k, epilogue.shape.situ
         self.epilogue, self.n, self.k, self.rows, self.kblk, self.ksplit = epilogue, n, k, rows, kblk, ksplit
         self.wm, self.wk, self.tiles, self.ldx, self.wgmma = wm, wk, tiles, ldx or k, warpgroup_mma
@@ -66,6 +69,10 @@ class TilesKernel(Output):
             raise ValueError(
                 f"{n}x{k}: {self.half} output columns of a block do not divide over {ksplit} ranks in eights"
             )
+        if xcast < 1 or tiles % xcast or ksplit * xcast > 8:
+            raise ValueError(f"{n}x{k}: x of {8 * tiles} tokens, ksplit {ksplit}: {xcast} blocks cannot share it")
+        self.xcast, self.slice = xcast, 8 * tiles // xcast  # tokens that a block loads for all
+        self.prompt = prompt
         self.own = self.half // ksplit  # output columns of a rank
         self.nst = k // ksplit // kblk
         self.stages = min(stages, self.nst)
@@ -82,6 +89,8 @@ class TilesKernel(Output):
         extra = padding(self.smem, per_sm)
         self.region, self.smem = self.region + extra, self.smem + extra
         self.blocks = -(-epilogue.columns // self.half)
+        self.cluster = ksplit * xcast
+        self.sharing = sum(1 << (n * ksplit) for n in range(xcast))  # blocks of rank 0, as a multicast mask
         self.threads = 32 * self.warps + 32
 
     @cute.jit
@@ -97,13 +106,17 @@ class TilesKernel(Output):
         w0, t0 = cpasync.make_tiled_tma_atom(op, cute.make_tensor(w, shape), layout, tile)
         second = w + (rows * self.k if self.halves == 2 else 0)
         w1, t1 = cpasync.make_tiled_tma_atom(op, cute.make_tensor(second, shape), layout, tile)
-        xlayout = cute.tile_to_shape(atom, (self.tokens, 64, kb), (0, 1, 2))
+        shared: cutlass.Constexpr = self.xcast > 1
+        xkb: cutlass.Constexpr = 1 if shared else kb  # sub-blocks of a stage stay contiguous over all tokens
+        xlayout = cute.tile_to_shape(atom, (self.slice, 64, xkb), (0, 1, 2))
         # a run-time extent: a static 1 would be dropped from the tensor map
         xshape = cute.make_layout((b, 64, self.k // 64), stride=(self.ldx, 1, 64))
-        xa, xt = cpasync.make_tiled_tma_atom(op, cute.make_tensor(x, xshape), xlayout, (self.tokens, 64, kb))
+        xop = cpasync.CopyBulkTensorTileG2SMulticastOp() if shared else op
+        xa, xt = cpasync.make_tiled_tma_atom(xop, cute.make_tensor(x, xshape), xlayout, (self.slice, 64, xkb))
+        blocks: cutlass.Constexpr = -(-self.blocks // self.xcast) * self.xcast  # surplus ones have no columns
         self.kernel(w0, t0, w1, t1, xa, xt, layout, xlayout, y, y32, table, ldy, ld32, b, trigger).launch(
-            grid=(self.ksplit, self.blocks, 1), block=(self.threads, 1, 1),
-            cluster=(self.ksplit, 1, 1) if self.ksplit > 1 else None, stream=stream, use_pdl=True,
+            grid=(self.ksplit, blocks, 1), block=(self.threads, 1, 1),
+            cluster=(self.ksplit, self.xcast, 1) if self.cluster > 1 else None, stream=stream, use_pdl=True,
             min_blocks_per_mp=1, preferred_smem_carveout=100)  # fmt: skip
 
     @cute.kernel
@@ -122,27 +135,33 @@ class TilesKernel(Output):
         if tid == 0:
             for s in cutlass.range_constexpr(S):
                 cute.arch.mbarrier_init(bars + s, 1)
-                cute.arch.mbarrier_init(bars + S + s, self.warps)
+                cute.arch.mbarrier_init(bars + S + s, self.warps * self.xcast)
             cute.arch.mbarrier_init(bars + 2 * S, 1)
             cute.arch.mbarrier_init_fence()
             if cutlass.const_expr(self.ksplit > 1):
                 received: cutlass.Constexpr = (self.ksplit - 1) * self.wk * self.slab * 4
                 cute.arch.mbarrier_arrive_and_expect_tx(bars + 2 * S, received)
+        if cutlass.const_expr(self.xcast > 1):
+            cute.arch.cluster_arrive_relaxed()  # the barriers' initialisation is fenced for the cluster
         cute.arch.sync_threads()
         acc = cute.make_rmem_tensor(cute.make_layout((self.mt, self.tiles, 4), stride=(4 * self.tiles, 4, 1)), Float32)
         if warp == self.warps:
             g0 = cute.local_tile(t0, (self.half, 64, self.kblk // 64), (block, 0, None))
             g1 = cute.local_tile(t1, (self.half, 64, self.kblk // 64), (block, 0, None))
-            gx = cute.local_tile(xt, (self.tokens, 64, self.kblk // 64), (0, 0, None))
+            xkb: cutlass.Constexpr = 1 if self.xcast > 1 else self.kblk // 64
+            gx = cute.local_tile(xt, (self.slice, 64, xkb), (block % self.xcast, 0, None))
             first = rank * self.nst
             if trigger < 0:
                 cu.pdl_trigger()
             xring = ring + S * self.wbox
             for i in cutlass.range_constexpr(S):
+                self.arm(bars + i)
                 self.load_w(w0, g0, w1, g1, layout, ring + i * self.wbox, bars + i, first + i)
             cu.pdl_wait()
+            if cutlass.const_expr(self.xcast > 1):
+                cute.arch.cluster_wait()
             for i in cutlass.range_constexpr(X):
-                self.copy(xa, gx, xlayout, xring + i * self.xbox, bars + i, first + i, cu.EVICT_LAST)
+                self.load_x(xa, gx, xlayout, xring + i * self.xbox, bars + i, first + i, rank, block)
             late = self.nst - S - trigger  # stages that are consumed when `trigger` W boxes are left
             if (trigger >= 0) & (late <= 0):
                 cu.pdl_trigger()
@@ -151,17 +170,23 @@ class TilesKernel(Output):
                     cu.pdl_trigger()
                 s = j % S
                 cu.wait_uniform(bars + S + s, (j // S) % 2)
-                if j < self.nst - S:
-                    self.load_w(w0, g0, w1, g1, layout, ring + s * self.wbox, bars + s, first + j + S)
+                more = j < self.nst - S
+                if more:
+                    self.arm(bars + s)
                 n = j + X  # the barrier of stage n is armed: X <= S
-                self.copy(xa, gx, xlayout, xring + (j % X) * self.xbox, bars + n % S, first + n, cu.EVICT_LAST)
+                # x first: it is waited for, W was asked for long ago
+                self.load_x(xa, gx, xlayout, xring + (j % X) * self.xbox, bars + n % S, first + n, rank, block)
+                if more:
+                    self.load_w(w0, g0, w1, g1, layout, ring + s * self.wbox, bars + s, first + j + S)
         else:
             acc.fill(0.0)
             cu.pdl_wait()
+            if cutlass.const_expr(self.xcast > 1):
+                cute.arch.cluster_wait()
             if cutlass.const_expr(self.wgmma):
-                self.multiply_warpgroup(ring, bars, acc, warp, tid % 32)
+                self.multiply_warpgroup(ring, bars, acc, warp, tid % 32, rank)
             else:
-                self.multiply(ring, bars, acc, warp, tid % 32)
+                self.multiply(ring, bars, acc, warp, tid % 32, rank)
         cu.fence_async_shared()  # also completes this thread's reads of the ring, so that a relaxed arrive suffices
         if cutlass.const_expr(self.ksplit > 1):
             cute.arch.cluster_arrive_relaxed()  # peers may write to this ring once all blocks are here
@@ -173,15 +198,20 @@ class TilesKernel(Output):
         if cutlass.const_expr(self.ksplit > 1):
             cute.arch.cluster_wait()
             if (tid < self.ksplit) & (tid != rank):
-                self.send(ring, bars + 2 * S, rank, tid)
+                self.send(ring, bars + 2 * S, rank, tid, block % self.xcast * self.ksplit)
             cu.wait_cluster(bars + 2 * S, 0)
             cute.arch.cluster_arrive_relaxed()  # what was sent to this block has arrived
         self.finish(ring, y.toint(), y32.toint(), table.toint(), ldy, ld32, b, rank, block, tid)
+        if cutlass.const_expr(self.xcast > 1):  # noqa: SIM102 - compile time outside, run time inside
+            if warp == self.warps:  # the neighbours' last releases have arrived: nobody touches this block any more
+                for s in cutlass.range_constexpr(S):
+                    uses: cutlass.Constexpr = -(-(self.nst - s) // S)
+                    cu.wait_uniform(bars + S + s, (uses - 1) % 2)
         if cutlass.const_expr(self.ksplit > 1):
             cute.arch.cluster_wait()  # all copies out of this block have been read
 
     @cute.jit
-    def multiply(self, ring, bars, acc, warp, lane):
+    def multiply(self, ring, bars, acc, warp, lane, rank):
         S: cutlass.Constexpr = self.stages
         g, q = lane // 4, lane % 4
         wm, wk = warp % self.wm, warp // self.wm
@@ -209,13 +239,22 @@ class TilesKernel(Output):
             # without this fence the refill of the slot may overtake the reads above
             cu.fence_async_shared()
             cute.arch.sync_warp()
-            if lane == 0:
-                cute.arch.mbarrier_arrive(bars + S + s)
+            self.release(bars + S + s, lane, rank)
 
     @cute.jit
-    def multiply_warpgroup(self, ring, bars, acc, warp, lane):
-        """One warpgroup: every (wm/4)-th 64-row block. A slot is released one stage late, when its reads are complete;
-        wgmma reads through the async proxy like TMA, so no proxy fence is needed here."""
+    def release(self, bar, lane, rank):
+        """This warp has read a slot: tell the producers that write to it, this block's and those that share x."""
+        if cutlass.const_expr(self.xcast > 1):
+            if lane < self.xcast:
+                cu.arrive_peer(cu.mapa(Int32(bar.toint()), rank + lane * self.ksplit))
+        elif lane == 0:
+            cute.arch.mbarrier_arrive(bar)
+
+    @cute.jit
+    def multiply_warpgroup(self, ring, bars, acc, warp, lane, rank):
+        """One warpgroup: every (wm/4)-th 64-row block. A slot is released one stage late, when its reads are complete
+        (``prompt``: the warpgroup waits for them); wgmma reads through the async proxy like TMA, so no proxy fence is
+        needed here."""
         S: cutlass.Constexpr = self.stages
         group = warp // 4
         base = Int32(ring.toint())
@@ -237,10 +276,14 @@ class TilesKernel(Output):
                         for v in cutlass.range_constexpr(4):
                             acc[m, t, v] = d[4 * t + v]
             cu.wgmma_commit()
-            cu.wgmma_wait(1)
-            if (i > 0) & (lane == 0):
-                cute.arch.mbarrier_arrive(bars + S + (i - 1) % S)
+            cu.wgmma_wait(0 if self.prompt else 1)
+            if cutlass.const_expr(self.prompt):
+                self.release(bars + S + s, lane, rank)
+            elif i > 0:
+                self.release(bars + S + (i - 1) % S, lane, rank)
         cu.wgmma_wait(0)
+        if cutlass.const_expr(self.xcast > 1 and not self.prompt):
+            self.release(bars + S + (self.nst - 1) % S, lane, rank)
 
     @cute.jit
     def block_offset(self, j8, sub):
@@ -273,12 +316,13 @@ class TilesKernel(Output):
                     cu.sts2(at + 32 * t, (cu.f2i(acc[m, t, 2 * h]), cu.f2i(acc[m, t, 2 * h + 1])))
 
     @cute.jit
-    def send(self, ring, bar, rank, owner):
-        """One bulk copy: this block's slabs for ``owner`` into its received slot of this rank."""
+    def send(self, ring, bar, rank, owner, base):
+        """One bulk copy: this block's slabs for ``owner`` into its received slot of this rank. ``base``: rank 0's place
+        in the cluster."""
         size: cutlass.Constexpr = 4 * self.wk * self.slab
         local = Int32(ring.toint())
-        to = cu.mapa(local + rank * size, owner)
-        cu.bulk_to_block(to, local + (self.ksplit + owner) * size, size, cu.mapa(Int32(bar.toint()), owner))
+        to = cu.mapa(local + rank * size, base + owner)
+        cu.bulk_to_block(to, local + (self.ksplit + owner) * size, size, cu.mapa(Int32(bar.toint()), base + owner))
 
     @cute.jit
     def finish(self, ring, y, y32, table, ldy, ld32, b, rank, block, tid):
@@ -312,21 +356,40 @@ class TilesKernel(Output):
         return [first, second]
 
     @cute.jit
-    def load_w(self, w0, g0, w1, g1, layout, ptr, bar, i):
+    def arm(self, bar):
         with cute.arch.elect_one():
             cute.arch.mbarrier_arrive_and_expect_tx(bar, self.wbox + self.xbox)
+
+    @cute.jit
+    def load_w(self, w0, g0, w1, g1, layout, ptr, bar, i):
         self.copy(w0, g0, layout, ptr, bar, i, cu.EVICT_FIRST)
         if cutlass.const_expr(self.halves == 2):
             self.copy(w1, g1, layout, ptr + self.wbox // 2, bar, i, cu.EVICT_FIRST)
 
     @cute.jit
-    def copy(self, atom, g, layout, ptr, bar, i, hint: cutlass.Constexpr):
+    def load_x(self, xa, gx, xlayout, ptr, bar, i, rank, block):
+        """x of a stage: all of it, or this block's tokens to the same place in every sharing block."""
+        if cutlass.const_expr(self.xcast == 1):
+            self.copy(xa, gx, xlayout, ptr, bar, i, cu.EVICT_LAST)
+        else:
+            every: cutlass.Constexpr = self.sharing
+            mask = Int16(every << rank)
+            at = ptr + block % self.xcast * (self.slice * 128)
+            for sub in cutlass.range_constexpr(self.kblk // 64):
+                n = i * (self.kblk // 64) + sub
+                self.copy(xa, gx, xlayout, at + sub * (self.tokens * 128), bar, n, cu.EVICT_LAST, mask)
+
+    @cute.jit
+    def copy(self, atom, g, layout, ptr, bar, i, hint: cutlass.Constexpr, mask=None):
         s = cute.make_tensor(cute.recast_ptr(ptr, layout.inner, dtype=BFloat16), layout.outer)
         sp, gp = cpasync.tma_partition(
             atom, 0, cute.make_layout(1), cute.group_modes(s, 0, 3), cute.group_modes(g[None, None, None, i], 0, 3)
         )
         # cute.copy elects a lane itself
-        cute.copy(atom, gp, sp, tma_bar_ptr=bar, cache_policy=Int64(hint))
+        if cutlass.const_expr(mask is None):
+            cute.copy(atom, gp, sp, tma_bar_ptr=bar, cache_policy=Int64(hint))
+        else:
+            cute.copy(atom, gp, sp, tma_bar_ptr=bar, cache_policy=Int64(hint), mcast_mask=mask)
 
 
 TilesKernel.kernel.set_name_prefix("k3_stream_projection_tiles", keep_mangled_name=False)

@@ -64,11 +64,12 @@ GEOMETRIES = [
     Settings(resident=2), Settings(lanes=16, resident=2), Settings(occupancy=3), Settings(cluster=2),
     Settings(cluster=2, lanes=16), Settings(cluster=4, rows_per_pass=4), Settings(cluster=4, lanes=16, rows_per_pass=4),
     Settings(cluster=8, lanes=16, rows_per_pass=2), Settings(cluster=8, warps=4, rows_per_pass=4),
+    Settings(bulk_store=True), Settings(lanes=16, occupancy=3, bulk_store=True), Settings(cluster=2, bulk_store=True),
 ]  # fmt: skip
 
 
 def label(s: Settings) -> str:
-    return f"c{s.cluster}w{s.warps}L{s.lanes}o{s.occupancy}r{s.resident}"
+    return f"c{s.cluster}w{s.warps}L{s.lanes}o{s.occupancy}r{s.resident}{'b' * s.bulk_store}"
 
 
 @pytest.mark.parametrize("settings", GEOMETRIES, ids=label)

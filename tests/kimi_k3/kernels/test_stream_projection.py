@@ -119,6 +119,7 @@ CASES = (
     "kimi-k3-tp8-o_proj-m64",
     "small-tp16-moe_front-m8",
     "kimi-k3-tp16-kda_in_proj-m64",
+    "kimi-k3-tp8-kda_in_proj-m64",
 )
 
 
