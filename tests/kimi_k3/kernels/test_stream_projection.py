@@ -36,6 +36,18 @@ def test_ideal_rounding_and_reference_pass_the_limit(shape: shapes.ProjectionSha
     assert excess(shape, x, w, sp.reference(shape, x, w)[0]) <= 1
 
 
+def test_declared_roundings_alone_pass_the_limit_near_powers_of_two() -> None:
+    """Many outputs, so that some lie just below a power of two and are rounded above it, where units are larger."""
+    shape = shapes.ProjectionShape("situ", 2048, 512, situ=True)
+    x, w = sp.make_inputs(shape, 64, 4, device="cpu")
+    gate, up = (t.bfloat16().double() for t in (x.double() @ w.double().T).chunk(2, dim=1))
+    out = sp.situ(gate, up).bfloat16()
+    exact, _ = sp.reference(shape, x, w, dtype=torch.float64)
+    crossed = torch.frexp(out.double()).exponent > torch.frexp(exact).exponent
+    assert int(crossed.sum()) > 10
+    assert excess(shape, x, w, out) <= 1
+
+
 @pytest.mark.parametrize("shape", [SHAPE, SITU], ids=lambda s: s.op)
 def test_limit_notices_a_dropped_block_a_dropped_rank_and_a_stale_slot(shape: shapes.ProjectionShape) -> None:
     x, w = sp.make_inputs(shape, 8, 2, device="cpu")
