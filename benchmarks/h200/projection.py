@@ -14,6 +14,7 @@ import fcntl
 import itertools
 import json
 import os
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -376,6 +377,8 @@ def main() -> None:
         f"{args.what} {args.case} rows {args.rows}: {len(results)} results, worst {worst:.3f}, {took}",
         flush=True,
     )
+    if args.what == "check" and (worst > 1 or any(r.get("repeat", {}).get("different") for r in results)):
+        sys.exit(1)
 
 
 if __name__ == "__main__":

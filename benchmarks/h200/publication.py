@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -94,6 +95,8 @@ def main() -> None:
     different = sum(r["repeat"]["different"] for r in results)
     took = time.time() - began
     print(f"publication {args.case}: {launches} launches, {different} different, {took:.1f} s", flush=True)
+    if different or any(r["excess"] > 1 for r in results):
+        sys.exit(1)
 
 
 if __name__ == "__main__":
