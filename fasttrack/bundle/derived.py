@@ -12,8 +12,10 @@ if TYPE_CHECKING:
     from fasttrack.bundle.content import Run
     from fasttrack.gates import GateResult, Scope
 
-REPORT, FIGURE = "report.md", "coverage.svg"
-DERIVED = (BINDING, FIGURE, REPORT, STATEMENT)
+REPORT = "report.md"
+DERIVED = (BINDING, "coverage.svg", REPORT, STATEMENT)
+#: there if the records hold what it shows
+OPTIONAL = ("kernels.svg",)
 
 
 def derived_files(
@@ -28,11 +30,11 @@ def derived_files(
 
     ``results`` are those of ``gates.json``, so that the report follows from files of the bundle alone.
     """
-    from fasttrack.report import render, render_figure
+    from fasttrack.report import render, render_figures
 
     return {
         BINDING: binding.to_bytes(),
-        FIGURE: render_figure(scope, records).encode("utf-8"),
+        **{name: text.encode("utf-8") for name, text in render_figures(scope, records).items()},
         REPORT: render(scope, run, records, results, binding).encode("utf-8"),
         STATEMENT: statement(scope, results, binding, records, files, run.unfinished),
     }

@@ -27,7 +27,7 @@ from fasttrack.bundle.content import (
     parse_manifest,
     parse_run_info,
 )
-from fasttrack.bundle.derived import DERIVED, derived_files
+from fasttrack.bundle.derived import DERIVED, OPTIONAL, derived_files
 from fasttrack.bundle.files import list_files, parse_json, printable, read_bytes
 from fasttrack.bundle.files import sha256 as digest_of
 from fasttrack.bundle.hashes import HASHES, HashList, parse_hashes
@@ -126,7 +126,7 @@ def _check_files(found: Verification) -> tuple[dict[str, bytes], dict[str, int]]
         wanted = expected.get(name)
         if wanted is not None and wanted.bytes != size:
             found.problems.append(f"{name}: was changed ({size} bytes, sealed with {wanted.bytes})")
-        needed = name in (*REQUIRED_FILES, *DERIVED, DIFF) or name.startswith("records/")
+        needed = name in (*REQUIRED_FILES, *DERIVED, *OPTIONAL, DIFF) or name.startswith("records/")
         if not needed and (wanted is None or wanted.bytes != size):
             continue
         data = _try(found, lambda name=name: read_bytes(found.path, name))  # type: ignore[misc]
@@ -151,7 +151,7 @@ def _check_meaning(found: Verification, contents: Mapping[str, bytes], present: 
     found.manifest_sha256, found.required = run.manifest_sha256, list(run.manifest.gates.required)
     found.planned, found.unfinished = len(run.info.units), run.unfinished
     _check_seeds(found, run)
-    found.problems += layout_problems(present, (*REQUIRED_FILES, *DERIVED, HASHES), run.journal)
+    found.problems += layout_problems(present, (*REQUIRED_FILES, *DERIVED, *OPTIONAL, HASHES), run.journal)
     if DIFF in contents or DIFF not in present:
         found.problems += diff_problems(run.environment, contents.get(DIFF))
     found.problems += plan_problems(run.journal, run.info.units)
@@ -227,7 +227,12 @@ def _check_verdicts(
     if found.binding is None or wrong:
         return  # what follows from a wrong verdict is not worth comparing
     expected = _try(found, lambda: _derive(scope, run, records, stated[0], found.binding, contents))
-    for name, data in (expected or {}).items():
+    if expected is None:
+        return
+    for name in OPTIONAL:
+        if (name in expected) != (name in contents):
+            found.problems.append(f"{name}: " + ("is missing" if name in expected else "shows what no record holds"))
+    for name, data in expected.items():
         if name in contents and contents[name] != data:
             found.problems.append(
                 f"{name}: does not follow from the records ({_first_difference(contents[name], data)})"

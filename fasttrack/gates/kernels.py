@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -24,23 +25,20 @@ def kernels(scope: Scope, records: Sequence[Any]) -> GateResult:
     if not kinds <= {"shard", "measured"}:
         reason = f"Kernel times are stamped {some(kinds)}: they say nothing about the hardware."
         return GateResult(gate=name, verdict="not_run", reason=reason)
-    missed, numbers, goals = list[str](), list[Number](), 0
-    for kernel, record in own.items():
-        goal = _goal(record)
-        if goal:
-            goals += 1
-            if not _met(record):
-                missed.append(kernel)
-        numbers.append(_number(kernel, record, library.get(kernel), goal))
-    beaten = [k for k, r in library.items() if k in own and own[k].value <= r.value]
+    own = {kernel: own[kernel] for kernel in sorted(own, key=natural)}
+    goals = [k for k, r in own.items() if goal_text(r)]
+    missed = [k for k in goals if not met(own[k])]
+    slower = [k for k, r in own.items() if k in library and r.value > library[k].value]
     required = scope.manifest.margins.kernel_goals
-    limit = f">= {required:.0%} of the goals" if required is not None else "reported only"
+    free = "reported only"
+    limit = f">= {required:.0%} of the goals" if required is not None else free
+    compared = sum(k in own for k in library)
     numbers = [
-        Number("goals met", goals - len(missed), f"of {goals}", limit),
-        Number(
-            "kernels at least as fast as the library's", len(beaten), f"of {len(library)} compared", "reported only"
-        ),
-        *numbers,
+        Number("kernels timed", len(own), "kernels at one size each", "all of the claimed cells"),
+        Number("goals met", len(goals) - len(missed), f"of {len(goals)}", limit),
+        Number("kernels at least as fast as the library's", compared - len(slower), f"of {compared} compared", free),
+        *(_number(f"missed: {k}", own[k], library.get(k), goal_text(own[k])) for k in missed),
+        *(_number(f"slower: {k}", own[k], library[k], free) for k in slower),
     ]
     broken = [k for k, r in own.items() if not r.value > 0 or r.samples < 1]
     if broken:
@@ -50,31 +48,38 @@ def kernels(scope: Scope, records: Sequence[Any]) -> GateResult:
         reason = f"Not timed: {some(untimed)}."
         return GateResult(gate=name, verdict="inconclusive", reason=reason, numbers=numbers)
     listed = f"; missed: {some(missed, most=12)}" if missed else ""
-    reason = f"{goals - len(missed)} of {goals} goals met{listed}."
-    failed = required is not None and goals - len(missed) < required * goals
+    reason = f"{len(goals) - len(missed)} of {len(goals)} goals met{listed}."
+    failed = required is not None and len(goals) - len(missed) < required * len(goals)
     return GateResult(gate=name, verdict="fail" if failed else "pass", reason=reason, numbers=numbers)
 
 
-def _goal(record: PerformanceRecord) -> str:
+def natural(name: str) -> list[tuple[str, int]]:
+    """Sorts ``m8`` before ``m16``."""
+    return [(text, int(digits or 0)) for text, digits in re.findall(r"(\D+)(\d*)", name)]
+
+
+def goal_text(record: PerformanceRecord) -> str:
+    """``>= 90% of the floor and <= 5 us``, or nothing."""
     fraction, seconds = record.details.get("goal_fraction"), record.details.get("goal_s")
     parts = [f">= {fraction:.0%} of the floor"] if fraction is not None else []
     parts += [f"<= {1e6 * seconds:.3g} us"] if seconds is not None else []
     return " and ".join(parts)
 
 
-def _fraction(record: PerformanceRecord) -> float:
+def part_of_floor(record: PerformanceRecord) -> float:
     """Part of the read floor's speed that was reached."""
     return float(record.details["floor_s"]) / record.value if record.value > 0 else 0.0
 
 
-def _met(record: PerformanceRecord) -> bool:
+def met(record: PerformanceRecord) -> bool:
+    """Whether the kernel reached all of its goals."""
     fraction, seconds = record.details.get("goal_fraction"), record.details.get("goal_s")
-    return (fraction is None or _fraction(record) >= fraction) and (seconds is None or record.value <= seconds)
+    return (fraction is None or part_of_floor(record) >= fraction) and (seconds is None or record.value <= seconds)
 
 
 def _number(kernel: str, record: PerformanceRecord, library: PerformanceRecord | None, goal: str) -> Number:
     spread = f"{1e6 * record.details['p10_s']:.2f} to {1e6 * record.details['p90_s']:.2f}"
-    text = f"us, 10th to 90th percentile {spread}, {_fraction(record):.1%} of the floor, {record.samples} replays"
+    text = f"us, 10th to 90th percentile {spread}, {part_of_floor(record):.1%} of the floor, {record.samples} replays"
     if library is not None:
         text += f", {library.details['measured']} {1e6 * library.value:.2f}"
     return Number(kernel, round(1e6 * record.value, 3), text, goal)

@@ -1,4 +1,4 @@
-"""``report.md`` and ``coverage.svg`` from scope, run, records and gate results: pure, and byte for byte repeatable."""
+"""``report.md`` and its figures from scope, run, records and gate results: pure, and byte for byte repeatable."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined, Template
 
 from fasttrack.report.coverage import coverage_grid, probe_rows
 from fasttrack.report.evidence import fidelity_rows, provider_groups
+from fasttrack.report.kernels import kernel_grid, kernel_layout
 from fasttrack.report.svg import layout
 from fasttrack.report.tables import (
     arm_differences,
@@ -82,6 +83,7 @@ def render(
         providers=provider_groups(records),
         differences=differences,
         compared=compared,
+        kernels=kernel_grid(records),
         performance=performance_table(records),
         limit=MAX_PERFORMANCE_ROWS,
         published=published_rows(scope, records),
@@ -89,9 +91,13 @@ def render(
     )
 
 
-def render_figure(scope: Scope, records: Sequence[Any]) -> str:
-    """The coverage grid as SVG text."""
-    return _template("coverage.svg.j2").render(**layout(coverage_grid(scope, records)))
+def render_figures(scope: Scope, records: Sequence[Any]) -> dict[str, str]:
+    """File name -> SVG text: the coverage grid, and the kernel times if there are any."""
+    figures = {"coverage.svg": _template("coverage.svg.j2").render(**layout(coverage_grid(scope, records)))}
+    kernels = kernel_grid(records)
+    if kernels.rows:
+        figures["kernels.svg"] = _template("kernels.svg.j2").render(**kernel_layout(kernels))
+    return figures
 
 
 def verdict_sentence(

@@ -15,13 +15,14 @@ STATES = {
     "empty": ("#f4c2e7", "planned, no steps"),
     "unplanned": ("#e3e3e3", "claimed, not in this tier"),
 }
-_BOX, _GAP, _ROW, _CHARACTER = 62, 4, 30, 7
+_BOX, _GAP, _ROW = 62, 4, 30
+CHARACTER = 7  #: pixels a character takes, about
 
 
 def layout(grid: Grid) -> dict[str, Any]:
     """Template variables. Widths are estimated from character counts: no font is measured."""
     labels = [plain(row.label, 60) for row in grid.rows]
-    left = 16 + _CHARACTER * max([len(label) for label in labels] + [len("specialised / all steps")])
+    left = 16 + CHARACTER * max([len(label) for label in labels] + [len("specialised / all steps")])
     pitch = _BOX + _GAP
     columns = [{"x": left + i * pitch + _BOX // 2, "text": str(c)} for i, c in enumerate(grid.columns)]
     rows = [
@@ -32,8 +33,8 @@ def layout(grid: Grid) -> dict[str, Any]:
     legend, x = [], 8
     for fill, text in STATES.values():
         legend.append({"x": x, "y": bottom, "fill": fill, "text": text})
-        x += 34 + _CHARACTER * len(text)
-    width = max(left + len(columns) * pitch + 8 + _CHARACTER * len("requests at once"), x)
+        x += 34 + CHARACTER * len(text)
+    width = max(left + len(columns) * pitch + 8 + CHARACTER * len("requests at once"), x)
     return {"width": width, "height": bottom + 24, "columns": columns, "rows": rows, "legend": legend}
 
 

@@ -13,9 +13,11 @@ from fasttrack.checks.base import Context
 from fasttrack.engines.cache import EngineCache
 from fasttrack.errors import EvidenceError
 from fasttrack.gates import GATES, Scope
+from fasttrack.gates.kernels import natural
 from fasttrack.manifest.model import Manifest
 from fasttrack.plan.planner import Plan, make_plan
 from fasttrack.records import PerformanceRecord
+from fasttrack.report.kernels import _series, kernel_grid, kernel_layout
 from fasttrack.run.preflight import preflight
 from fasttrack.target import KernelBenchmark, KernelMeasurement, KernelTiming
 
@@ -76,12 +78,9 @@ def test_each_kernel_is_timed_once_and_goals_stand_beside_results(tmp_path):
     assert (result.verdict, result.reason) == ("pass", "6 of 6 goals met.")
     numbers = {n.name: n for n in result.numbers}
     assert (numbers["goals met"].value, numbers["goals met"].limit) == (6, "reported only")
-    assert numbers["proj/tp2/m4"].value == 4.0
-    assert "95.0% of the floor" in numbers["proj/tp2/m4"].unit
-    assert "mm 5.00" in numbers["proj/tp2/m4"].unit
-    assert numbers["proj/tp2/m4"].limit == ">= 90% of the floor"
-    assert numbers["norm/tp0/m1"].limit == "<= 5 us"
+    assert numbers["kernels timed"].value == 6
     assert numbers["kernels at least as fast as the library's"].value == 4
+    assert len(numbers) == 3  # nothing missed, nothing slower
     proof = {(r.evidence.kind, r.evidence.rank, r.evidence.ranks) for r in records}
     assert proof == {("shard", 0, 1), ("shard", 0, 2)}
 
@@ -93,11 +92,57 @@ def test_missed_goals_are_listed_and_count_where_the_manifest_says_so(required, 
     result = GATES["performance.kernels"](scope, records)
     assert result.verdict == verdict
     assert result.reason.startswith("2 of 6 goals met; missed: proj/tp1/m1, proj/tp1/m4")
+    numbers = {n.name: n for n in result.numbers}
+    assert numbers["missed: proj/tp2/m4"].value == 4.3
+    assert "88.4% of the floor" in numbers["missed: proj/tp2/m4"].unit
+    assert "mm 5.00" in numbers["missed: proj/tp2/m4"].unit
+    assert numbers["missed: proj/tp2/m4"].limit == ">= 90% of the floor"
 
 
 def test_a_time_goal_is_missed_by_time(tmp_path):
     scope, records = measured(Shard(norm=5.1), tmp_path, kernel_goals=1.0)
-    assert "missed: norm/tp0/m1, norm/tp0/m4" in GATES["performance.kernels"](scope, records).reason
+    result = GATES["performance.kernels"](scope, records)
+    assert "missed: norm/tp0/m1, norm/tp0/m4" in result.reason
+    assert {n.name: n.limit for n in result.numbers}["missed: norm/tp0/m1"] == "<= 5 us"
+
+
+def test_a_kernel_slower_than_the_library_is_listed(tmp_path):
+    scope, records = measured(Shard(proj=5.2), tmp_path)
+    numbers = {n.name: n for n in GATES["performance.kernels"](scope, records).numbers}
+    assert numbers["kernels at least as fast as the library's"].value == 0
+    assert [n for n in numbers if n.startswith("slower: ")] == [
+        f"slower: proj/tp{tp}/m{m}" for tp in (1, 2) for m in (1, 4)
+    ]
+
+
+def test_the_report_shows_every_kernel_beside_goal_and_library(tmp_path):
+    _, records = measured(Shard(proj=4.3), tmp_path)
+    grid = kernel_grid(records)
+    assert grid.columns == (1, 4)
+    assert [name for name, _ in grid.rows] == ["norm/tp0/m*", "proj/tp1/m*", "proj/tp2/m*"]
+    texts = {name: [c.text for c in cells if c] for name, cells in grid.rows}
+    assert texts["norm/tp0/m*"] == ["4.00 us, 95% (<= 5 us: met)"] * 2
+    assert texts["proj/tp2/m*"] == ["4.30 us, 88% (>= 90% of the floor: missed); mm 5.00"] * 2
+    assert kernel_layout(grid)["rows"][1]["boxes"][0]["text"] == "4.30, 88%"
+    assert kernel_grid([]).rows == ()
+
+
+@pytest.mark.parametrize(
+    ("name", "rows", "series"),
+    [
+        ("proj/tp8/m8", 8, "proj/tp8/m*"),
+        ("proj/tp8/m64/published", 64, "proj/tp8/m*/published"),
+        ("core/tp8/b8q4", 32, "core/tp8/b*q4"),
+        ("res/pre8/m8", 8, "res/pre8/m*"),
+        ("alone", 8, "alone"),
+    ],
+)
+def test_sizes_of_one_kernel_stand_in_one_row(name, rows, series):
+    assert _series(name, rows) == series
+
+
+def test_kernels_sort_by_number():
+    assert sorted(["a/m16", "a/m8", "a/m64", "a/m1"], key=natural) == ["a/m1", "a/m8", "a/m16", "a/m64"]
 
 
 def test_a_claimed_size_that_was_not_timed_is_no_pass(tmp_path):

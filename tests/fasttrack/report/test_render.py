@@ -27,7 +27,7 @@ from fasttrack.bundle.binding import Binding
 from fasttrack.bundle.content import load_records, load_run, reader, run_files
 from fasttrack.bundle.verdicts import evaluate_all, scope_of
 from fasttrack.records import Evidence, FidelityRecord, PublishedRecord, RefusalRecord
-from fasttrack.report import render, render_figure
+from fasttrack.report import render, render_figures
 from fasttrack.report.drill import records_of_gate, rows
 from fasttrack.report.text import cell, code, number
 
@@ -301,7 +301,7 @@ def test_the_figure_is_well_formed_whatever_the_names(tmp_path: Path):
         "probes:", f"contexts: {{{name}: {{min: 1, max: 9}}, short: {{min: 1, max: 9}}}}\nprobes:"
     )
     scope, _, records, _ = loaded(write_run(tmp_path / "run", manifest=manifest))
-    root = ElementTree.fromstring(render_figure(scope, records))
+    root = ElementTree.fromstring(render_figures(scope, records)["coverage.svg"])
     texts = [node.text for node in root.iter() if node.tag.endswith("text")]
     assert 'decode, TP 2, a<b>&"c' in texts
     assert "3/3" in texts

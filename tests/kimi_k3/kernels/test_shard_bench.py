@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import xml.etree.ElementTree as ElementTree
 from collections import Counter
 from pathlib import Path
 
@@ -197,10 +198,20 @@ def test_the_manifest_of_an_h200_from_plan_to_verified_bundle(
     assert verdicts["performance.kernels"].verdict == "pass"
     assert "missed: " in verdicts["performance.kernels"].reason
     assert verdicts["numerics.error"].verdict == "not_run"
-    timed = {n.name for n in verdicts["performance.kernels"].numbers}
-    assert {b.name for b in benchmarks(tier)} <= timed
-    sealed = verify(seal(tmp_path / "run", tmp_path / "bundles", pr=1))
+    numbers = {n.name: n.value for n in verdicts["performance.kernels"].numbers}
+    assert numbers["kernels timed"] == len({b.name for b in benchmarks(tier)})
+    bundle = seal(tmp_path / "run", tmp_path / "bundles", pr=1)
+    sealed = verify(bundle)
     assert sealed.intact
+    figure = bundle / "kernels.svg"
+    shown = "".join(node.text or "" for node in ElementTree.fromstring(figure.read_text()).iter())
+    assert "kda_core/tp8/b*" in shown
+    assert "o_proj/tp16/m*/published" in shown
+    report = (bundle / "report.md").read_text()
+    assert "![kernel times](kernels.svg)" in report
+    assert "9.00 us, " in report
+    figure.unlink()
+    assert any("kernels.svg: is missing" in p for p in verify(bundle).problems)
     assert sealed.verdict == "inconclusive"
 
 
