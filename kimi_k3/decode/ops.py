@@ -14,7 +14,8 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
@@ -136,6 +137,8 @@ class OpContext:
     chosen: list[Tensor] | None = None  #: rank 0's expert ids [M, K] of every ``route``, while somebody wants them
     handle: int = field(init=False)
     _prepared: dict[tuple[int, str], tuple[Tensor, Any]] = field(default_factory=dict)
+    _side: torch.cuda.Stream | None = None
+    _forked: bool = False
 
     def __post_init__(self) -> None:
         self.handle = next(_HANDLES)
@@ -149,6 +152,23 @@ class OpContext:
             # The weight itself is kept as well: its address stays taken for as long as it is a key.
             found = self._prepared[key] = (weight, build(weight))
         return found[1]
+
+    @contextmanager
+    def beside(self, device: torch.device) -> Iterator[None]:
+        """Launches inside go to a side stream, behind what the current stream holds by now, until :meth:`join`."""
+        if self._side is None:
+            self._side = torch.cuda.Stream(device)
+        self._side.wait_stream(torch.cuda.current_stream(device))
+        self._forked = True
+        with torch.cuda.stream(self._side):
+            yield
+
+    def join(self) -> None:
+        """The current stream waits for the side stream, if anything was launched there. Once, at the end of a step: a
+        graph cannot be captured with open ends."""
+        if self._forked and self._side is not None:
+            torch.cuda.current_stream(self._side.device).wait_stream(self._side)
+        self._forked = False
 
 
 _ROUTE_IDS = 4  #: place of ``ids`` among the arguments of ``route``

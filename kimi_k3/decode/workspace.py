@@ -128,12 +128,17 @@ class PreparedStep:
         is wrong for all ranks alike. Not looked at on a GPU, where asking would stop the stream.
         """
         self.inputs.load(batch)
+        return self.launch()
+
+    def launch(self) -> list[Tensor]:
+        """Everything of a step but its inputs: what a graph captures. Returns what :meth:`run` does."""
         diverged = []
         watching = self.device.type == "cpu"
         for call, arguments, watched in self.calls:
             call(*arguments)
             if watching and watched is not None and not identical(watched):
                 diverged.append(watched.clone())
+        self.context.join()
         return diverged
 
     def result(self, rows: int) -> Tensor:

@@ -4,8 +4,7 @@ A rank is the leading dimension of every tensor: one launch per rank. On a GPU t
 the dimension is 1. A launcher is built and compiled at the first call of its shape, which therefore has to come before
 graph capture: the runtime refuses to compile inside one.
 
-``prefetch`` has a kernel but no provider here: it belongs on a side stream, and the schedule has no point yet at which
-that stream is joined again.
+``prefetch`` runs on a side stream, which the end of the step joins again.
 """
 
 from __future__ import annotations
@@ -22,6 +21,7 @@ from torch import Tensor
 from kimi_k3.decode.ops import OpContext
 from kimi_k3.decode.registry import Provider, register
 from kimi_k3.kernels.embed import Embed
+from kimi_k3.kernels.prefetch import Prefetch
 from kimi_k3.kernels.shapes import ProjectionShape
 from kimi_k3.kernels.stream_projection import StreamProjection
 from kimi_k3.kernels.stream_projection_settings import setting_for
@@ -99,6 +99,12 @@ def embed(context: OpContext, ids: Tensor, weight: Tensor, out: Tensor) -> None:
     gather(weight.shape[-1], out.shape[0]).run(ids, weight.flatten(0, 1), out)
 
 
+def prefetch(context: OpContext, point: str, weights: list[Tensor]) -> None:
+    walker = context.prepared(weights[0], f"prefetch {point}", lambda _: Prefetch(weights))
+    with context.beside(weights[0].device):
+        walker.run()
+
+
 def _fits(context: OpContext, device: str) -> bool:
     """BF16 activations, FP32 accumulation, a known architecture."""
     p = context.precision
@@ -129,6 +135,7 @@ def _supports(op: str) -> Any:
             "moe_front": hidden % 64 == 0 and hidden >= 128 and live % 2 == 0 and latent % 8 == 0,
             "shared_gate_up": _projection_fits(2 * shared, hidden, True),
             "shared_down_push": _projection_fits(hidden, shared) and hidden // tp % 2 == 0,
+            "prefetch": True,
         }
         return bool(shapes[op])
 
@@ -144,6 +151,7 @@ _RUN: dict[str, Callable[..., None]] = {
     "moe_front": moe_front,
     "shared_gate_up": gate_up,
     "shared_down_push": publish_partial,
+    "prefetch": prefetch,
 }
 for _op, _run in _RUN.items():
     register(Provider(_op, "cute", _run, _supports(_op), priority=10))

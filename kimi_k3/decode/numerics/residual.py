@@ -252,7 +252,7 @@ def _oracle_dense_reduce(s: Shape, i: Inputs) -> Oracle:
 
 
 def _draw_prefetch(s: Shape, d: Draw) -> Inputs:
-    return {"weight": d.weight("weight", s.tp, 32, s.config.hidden_size)}
+    return {"weight": d.weight("weight", s.ranks, 32, s.config.hidden_size)}
 
 
 def _run_prefetch(r: Rig, i: Inputs) -> Outputs:
@@ -269,7 +269,6 @@ def cases(s: Shape) -> Iterator[OpCase]:
     yield _reduce_case(s, "-inner", False)
     yield _reduce_case(s, "-opens", True)
     yield OpCase("dense_reduce", s, _draw_reduce, _run_dense_reduce, _oracle_dense_reduce, "sum over ranks rounded")
-    yield OpCase("prefetch", s, _draw_prefetch, _run_prefetch, _oracle_prefetch, "changes nothing")
 
 
 def kernel_cases(s: Shape) -> Iterator[OpCase]:
@@ -288,3 +287,4 @@ def kernel_cases(s: Shape) -> Iterator[OpCase]:
     yield _partial_case(s, "dense_down_push", dense)
     yield _gate_up_case(s, "shared_gate_up", shared)
     yield _partial_case(s, "shared_down_push", shared)
+    yield OpCase("prefetch", s, _draw_prefetch, _run_prefetch, _oracle_prefetch, "changes nothing")

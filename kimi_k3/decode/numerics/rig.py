@@ -145,6 +145,7 @@ class Rig:
 
     def call(self, op: str, *args: Any) -> None:
         overload(op)(self.context.handle, *args)
+        self.context.join()
 
     def changed(self) -> Tensor:
         return torch.tensor([sum(changed_elements(before, now, mask) for now, before, mask in self._guards)])
