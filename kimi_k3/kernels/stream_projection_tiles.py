@@ -77,6 +77,9 @@ class TilesKernel(Output):
         self.nst = k // ksplit // kblk
         self.stages = min(stages, self.nst)
         self.xstages = min(xstages or self.stages, self.stages)
+        if warpgroup_mma and not prompt and self.xstages < min(2, self.nst):
+            # a slot is released when the next stage's products have been issued, which would wait for that slot
+            raise ValueError(f"{n}x{k}: wgmma needs two slots of x, or prompt release; got {self.xstages}")
         self.wbox, self.xbox = rows * kblk * 2, self.tokens * kblk * 2
         self.pitch = (
             self.tokens + 4

@@ -102,10 +102,11 @@ def test_verify(heads, tokens, requests):
         )  # fmt: skip
 
 
-def test_null_slots_inside_a_request_are_not_written():
+@pytest.mark.parametrize("settings", [None, Settings(lanes=16, bulk_store=True)], ids=["chosen", "bulk"])
+def test_null_slots_inside_a_request_are_not_written(settings):
     before = make_inputs(3, 2, pitch_of(2), tokens=8, native=True, draft_length=7, accepted=2, device="cuda")
     before.slots[0, 3], before.slots[0, 6], before.slots[2, 7] = 0, -1, 0
-    check(before)
+    check(before, settings)
 
 
 def test_slots_beyond_32_bits():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ from kimi_k3.kernels import cubin, limits, shapes
 from kimi_k3.kernels import stream_projection as sp
 from kimi_k3.kernels.arch import ARCHES
 from kimi_k3.kernels.stream_projection_epilogue import Epilogue
-from kimi_k3.kernels.stream_projection_settings import TUNED, setting_for, token_tiles
+from kimi_k3.kernels.stream_projection_settings import TUNED, Setting, setting_for, token_tiles
 
 SHAPE = shapes.ProjectionShape("test", 96, 512)
 SITU = shapes.ProjectionShape("situ", 64, 512, situ=True)
@@ -113,6 +114,18 @@ def test_tuned_settings_are_for_shapes_that_exist() -> None:
 def test_shapes_without_a_kernel_are_refused(shape: shapes.ProjectionShape, m: int, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         setting_for(shape, m)
+
+
+def test_a_ring_that_would_wait_for_itself_is_refused() -> None:
+    late = Setting("wgmma", 64, 4, kblk=64, xstages=1)
+    with pytest.raises(ValueError, match="two slots of x"):
+        sp.make_kernel(Epilogue(SHAPE), late, 64)
+    sp.make_kernel(Epilogue(SHAPE), replace(late, prompt=True), 64)
+    sp.make_kernel(Epilogue(SHAPE), replace(late, xstages=2), 64)
+    with pytest.raises(ValueError, match="cannot share"):
+        sp.make_kernel(Epilogue(SHAPE), replace(late, xstages=2, xcast=3), 64)
+    with pytest.raises(ValueError, match="cannot share"):  # a cluster of more than eight blocks
+        sp.make_kernel(Epilogue(SHAPE), replace(late, xstages=2, xcast=4, ksplit=4), 64)
 
 
 def test_token_tiles_cover_the_prepared_rows() -> None:
