@@ -14,6 +14,8 @@ consumers wm x wk warps; a warp multiplies rows/wm rows with all tokens over eve
 end       rank r owns 1/ksplit of the rows: every block puts its partial rows into its drained ring and sends each owner
           its slab by one bulk copy; the owner adds the slabs in (rank, warp) order and emits. Deterministic
 
+The protocol of the rings is run under random schedules in tests/kimi_k3/kernels/ring_protocol.py: change both.
+
 Rows of x beyond b are outside the tensor map and read as zeros. ``trigger`` as in the kernel for few tokens.
 """
 
