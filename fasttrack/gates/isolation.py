@@ -211,11 +211,8 @@ def refusals(scope: Scope, records: Sequence[Any]) -> GateResult:
     if not found:
         return GateResult(gate=name, verdict="not_run", reason="No deployment outside the limits was tried.")
     bad = [f"{r.deployment} started" for r in found if not r.refused]
-    bad += [
-        f"{r.deployment} gave {len(r.reasons)} of {r.deployment['violations']} reasons"
-        for r in found
-        if r.refused and len(set(r.reasons)) < r.deployment["violations"]
-    ]
+    owed = [(r, r.deployment.get("violations", 1)) for r in found if r.refused]
+    bad += [f"{r.deployment} gave {len(r.reasons)} of {n} reasons" for r, n in owed if len(set(r.reasons)) < n]
     numbers = [
         Number("deployments refused", sum(r.refused for r in found), f"of {len(found)}", "all"),
         Number("most reasons in one refusal", max(len(r.reasons) for r in found), "reasons", "all violations"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +50,15 @@ def test_a_run_without_one_of_its_units_does_not_pass(manifest: Path, monkeypatc
     assert json.loads((outcome.folder / "gates.json").read_bytes())["verdict"] == "inconclusive"
 
 
+@pytest.fixture
+def interruptible() -> Iterator[None]:
+    """A process that a shell has started in the background ignores the signal."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("interruptible")
 @pytest.mark.parametrize("fresh", [False, True])
 def test_an_interrupted_run_says_how_to_go_on(manifest: Path, monkeypatch, capsys, fresh: bool):
     """The signal comes in the middle of a unit that has written records."""

@@ -4,6 +4,7 @@ addresses and argument lists, at full width. Nothing is computed, so nothing is 
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,6 +16,7 @@ pytest.importorskip("cutlass")
 from kimi_k3.decode import cases
 from kimi_k3.decode.numerics import rig
 from kimi_k3.decode.numerics.families import Draw
+from kimi_k3.decode.ops import OpContext
 from kimi_k3.kernels import (
     attn_res_launch,
     bench,
@@ -55,6 +57,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     for name, stand_in in (("compiled", compiled), ("check_tensor", check_tensor), ("current_stream", lambda: None)):
         for module in (runtime, *LAUNCHERS):
             monkeypatch.setattr(module, name, stand_in)
+    monkeypatch.setattr(OpContext, "beside", lambda self, device: nullcontext())
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *args: (9, 0))
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda *args: SimpleNamespace(multi_processor_count=132))
     for module in (rig, cases):
@@ -80,7 +83,7 @@ def test_numerics_of_a_shard(launched: list[Any]) -> None:
         ops.add(case.op)
     assert ops == {
         "attn_res", "in_proj", "kda_core", "embed", "oproj_publish", "dense_gate_up", "dense_down_push", "moe_front",
-        "shared_gate_up", "shared_down_push",
+        "shared_gate_up", "shared_down_push", "prefetch",
     }  # fmt: skip
 
 
