@@ -231,7 +231,8 @@ def _check_verdicts(
         return
     for name in OPTIONAL:
         if (name in expected) != (name in contents):
-            found.problems.append(f"{name}: " + ("is missing" if name in expected else "shows what no record holds"))
+            line = f"{name}: " + ("is missing" if name in expected else "shows what no record holds")
+            found.problems += [line] if line not in found.problems else []
     for name, data in expected.items():
         if name in contents and contents[name] != data:
             found.problems.append(

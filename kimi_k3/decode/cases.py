@@ -108,6 +108,8 @@ def op_cases(tier: str, config: KimiK3Config = TINY_A) -> Iterator[OpCase]:
         for rows, live, query_len in VERIFY[tier]:
             yield from attention.cases(Shape(config, precision, tp, rows, live, query_len))
             yield from attention.mla_cases(Shape(config, precision, tp, rows, live, query_len, dcp=tp))
+            # longer contexts, dealt out token by token: ranks own more than one run of tokens, at TP16 as well
+            yield from attention.mla_cases(Shape(config, precision, tp, rows, rows, query_len, dcp=tp, interleave=1))
             yield from attention.mla_cases(Shape(config, PRECISIONS["bf16-kvfp8"], tp, rows, live, query_len))
 
 

@@ -17,6 +17,7 @@ from kimi_k3.decode.numerics.bounded import BF16, E4M3, Bounded, half_ulp
 from kimi_k3.decode.numerics.families import FAMILIES, Draw
 from kimi_k3.decode.numerics.rig import OpCase
 from kimi_k3.decode.ops import ROUNDING, SCHEMAS, OpContext
+from kimi_k3.decode.providers import torch_mla
 from kimi_k3.decode.registry import Provider
 from kimi_k3.reference.numerics import to_fp8
 from kimi_k3.reference.precision import FP8, Precision
@@ -161,6 +162,25 @@ def test_wrong_state_indices_and_bases_fail(op: str, change: Any) -> None:
     """At the largest case of each op; a single request or row may hide some of them."""
     case = list(smoke(op))[-1]
     assert spoiled(case, change) > 1
+
+
+def test_ranks_that_leave_out_their_last_run_of_tokens_fail(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Context parallelism: rounded down, only whole rounds over the ranks are attended to."""
+    registry.load("torch")
+
+    def owned_keys(length: Tensor, longest: int, context: OpContext) -> tuple[Tensor, Tensor]:
+        run, ranks = context.interleave, context.dcp
+        return whole(length, max(run * ranks, longest // (run * ranks) * run * ranks), context)
+
+    whole = torch_mla._owned_keys
+    monkeypatch.setattr(torch_mla, "_owned_keys", owned_keys)
+    caught = set()
+    for case in smoke("mla_core"):
+        if case.shape.dcp > 1:
+            bound = bind(case)
+            if max(judge(bound, bound.run(bound.inputs("normal", 1), 0.0), "normal").values()) > 1:
+                caught.add(case.shape.tp)
+    assert caught == {8, 16}
 
 
 def test_a_write_outside_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
