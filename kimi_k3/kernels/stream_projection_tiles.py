@@ -74,6 +74,7 @@ class TilesKernel(Output):
         if xcast < 1 or tiles % xcast or ksplit * xcast > 8:
             raise ValueError(f"{n}x{k}: x of {8 * tiles} tokens, ksplit {ksplit}: {xcast} blocks cannot share it")
         self.xcast, self.slice = xcast, 8 * tiles // xcast  # tokens that a block loads for all
+        self.xkb = 1 if xcast > 1 else kblk // 64  # of a copy: shared sub-blocks stay contiguous over all tokens
         self.prompt = prompt
         self.own = self.half // ksplit  # output columns of a rank
         self.nst = k // ksplit // kblk
@@ -111,13 +112,12 @@ class TilesKernel(Output):
         w0, t0 = cpasync.make_tiled_tma_atom(op, cute.make_tensor(w, shape), layout, tile)
         second = w + (rows * self.k if self.halves == 2 else 0)
         w1, t1 = cpasync.make_tiled_tma_atom(op, cute.make_tensor(second, shape), layout, tile)
-        shared: cutlass.Constexpr = self.xcast > 1
-        xkb: cutlass.Constexpr = 1 if shared else kb  # sub-blocks of a stage stay contiguous over all tokens
-        xlayout = cute.tile_to_shape(atom, (self.slice, 64, xkb), (0, 1, 2))
+        xtile: cutlass.Constexpr = (self.slice, 64, self.xkb)
+        xlayout = cute.tile_to_shape(atom, xtile, (0, 1, 2))
         # a run-time extent: a static 1 would be dropped from the tensor map
         xshape = cute.make_layout((b, 64, self.k // 64), stride=(self.ldx, 1, 64))
-        xop = cpasync.CopyBulkTensorTileG2SMulticastOp() if shared else op
-        xa, xt = cpasync.make_tiled_tma_atom(xop, cute.make_tensor(x, xshape), xlayout, (self.slice, 64, xkb))
+        xop = cpasync.CopyBulkTensorTileG2SMulticastOp() if self.xcast > 1 else op
+        xa, xt = cpasync.make_tiled_tma_atom(xop, cute.make_tensor(x, xshape), xlayout, xtile)
         blocks: cutlass.Constexpr = -(-self.blocks // self.xcast) * self.xcast  # surplus ones have no columns
         self.kernel(w0, t0, w1, t1, xa, xt, layout, xlayout, y, y32, table, ldy, ld32, b, trigger).launch(
             grid=(self.ksplit, blocks, 1), block=(self.threads, 1, 1),
@@ -153,8 +153,7 @@ class TilesKernel(Output):
         if warp == self.warps:
             g0 = cute.local_tile(t0, (self.half, 64, self.kblk // 64), (block, 0, None))
             g1 = cute.local_tile(t1, (self.half, 64, self.kblk // 64), (block, 0, None))
-            xkb: cutlass.Constexpr = 1 if self.xcast > 1 else self.kblk // 64
-            gx = cute.local_tile(xt, (self.slice, 64, xkb), (block % self.xcast, 0, None))
+            gx = cute.local_tile(xt, (self.slice, 64, self.xkb), (block % self.xcast, 0, None))
             first = rank * self.nst
             if trigger < 0:
                 cu.pdl_trigger()
@@ -377,8 +376,7 @@ class TilesKernel(Output):
         if cutlass.const_expr(self.xcast == 1):
             self.copy(xa, gx, xlayout, ptr, bar, i, cu.EVICT_LAST)
         else:
-            every: cutlass.Constexpr = self.sharing
-            mask = Int16(every << rank)
+            mask = Int16(self.sharing << rank)
             at = ptr + block % self.xcast * (self.slice * 128)
             for sub in cutlass.range_constexpr(self.kblk // 64):
                 n = i * (self.kblk // 64) + sub
