@@ -13,7 +13,6 @@ import argparse
 import fcntl
 import itertools
 import json
-import os
 import sys
 import time
 from collections.abc import Iterator
@@ -24,7 +23,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from choose import measured
 
 from kimi_k3.kernels import bench, limits
 from kimi_k3.kernels import stream_projection as sp
@@ -172,10 +170,6 @@ def candidates(shape: ProjectionShape, m: int) -> list[Setting]:
             cost = max(190 / blocks, blocks / resident, 1.0) + 0.3 * max(0.0, traffic - 0.5) + 0.03 * s.ksplit
         s = replace(s, stages=k.stages)
         good.setdefault(sp._untriggered(s), (cost, s))
-    if os.environ.get("SHARE"):  # x by multicast
-        return [setting_for(shape, m), *sharing(shape, m)]
-    if os.environ.get("AGAIN"):  # the fastest of earlier searches, and the same with an even number of blocks per SM
-        return again(shape, m, os.environ["AGAIN"].split())
     present = setting_for(shape, m)
     ordered = [
         s for _, s in sorted(good.values(), key=lambda t: t[0]) if sp._untriggered(s) != sp._untriggered(present)
@@ -187,71 +181,20 @@ def candidates(shape: ProjectionShape, m: int) -> list[Setting]:
     return [present, *ordered]
 
 
-def sharing(shape: ProjectionShape, m: int) -> list[Setting]:
-    """Settings with x in shared memory, by how evenly they fill the SMs and what they ask of L2."""
-    tiles, found = token_tiles(m), dict[Any, tuple[float, Setting]]()
-    shapes = [("wgmma", rows, 4, 1, kblk) for rows in (64, 128, 192) for kblk in (64, 128)]
-    shapes += [("tiles", rows, 1, wk, 32 * wk) for rows in (32, 48, 64, 80, 96) for wk in (2, 4)]
-    if os.environ["SHARE"] == "rings":  # W's ring deeper than x's; up to all shared memory of an SM
-        shapes, parts, rings = [("wgmma", rows, 4, 1, 64) for rows in (64, 128, 192)], (0.6, 0.75), (112, 222)
-    else:
-        parts, rings = (0.0,), (48, 72, 104)
-    for (kind, rows, wm, wk, kblk), ksplit, xcast, ring, part in itertools.product(
-        shapes, (1, 2, 4, 8), (1, 2, 4), rings, parts
-    ):
-        wbox, xbox = kblk * 2 * rows, kblk * 16 * tiles
-        stages = int(ring * 1024 * part / wbox) if part else ring * 1024 // (wbox + xbox)
-        s = Setting(kind, rows, stages, ksplit, kblk, wm=wm, wk=wk, xcast=xcast, prompt=kind == "wgmma")
-        s = replace(s, xstages=(ring * 1024 - stages * wbox) // xbox) if part else s
-        if part and s.xstages >= s.stages:
-            continue
-        try:
-            k = sp.make_kernel(sp.Epilogue(shape), s, m)
-        except ValueError:
-            continue
-        blocks, fit = k.blocks * ksplit, min(4, 227 * 1024 // (k.smem + 1024))
-        if k.stages < min(3, k.nst) or k.mt * tiles > (32 if kind == "tiles" else 24) or not fit:
-            continue
-        uneven = max(1.0, -(-blocks // 132) * 132 / blocks)
-        flight = min(1.0, blocks * k.stages * k.wbox / 8e6)  # bytes of W in flight, of what latency x bandwidth needs
-        traffic = 1 + 8 * tiles / rows / xcast
-        cost = max(1.0, traffic / 1.4) + 0.25 * (uneven - 1) + 0.5 * (1 - flight) + 0.03 * ksplit + 0.02 * xcast
-        cost += 0.5 * max(0.0, blocks / (132 * fit) - 1)
-        s = replace(s, stages=k.stages)
-        found.setdefault(sp._untriggered(s), (cost, s))
-    ordered = [s for _, s in sorted(found.values(), key=lambda t: t[0])]
-    pairs = itertools.zip_longest(*([s for s in ordered if s.kind == kind] for kind in ("wgmma", "tiles")))
-    return [s for pair in pairs for s in pair if s]
-
-
-def again(shape: ProjectionShape, m: int, paths: list[str]) -> list[Setting]:
-    tiles, out = token_tiles(m), dict[Any, Setting]()
-    found = [(us, s) for (k, t, s), us in measured(paths).items() if k == (shape.n, shape.k, shape.situ) and t == tiles]
-    for _, s in sorted(found, key=lambda t: t[0]):
-        k = sp.make_kernel(sp.Epilogue(shape), s, m)
-        if s.kind == "rows":
-            even = -(-k.blocks * k.ksplit // 132)
-            for per_sm in (0, even) if 227 * 1024 // (k.smem + 1024) > even else (0,):
-                v = replace(s, per_sm=per_sm)
-                out.setdefault(sp._untriggered(v), v)
-            continue
-        for w, x in ((0, 0), (-1, 1), (1, -1)):  # the same memory, shared out otherwise
-            v = replace(s, stages=k.stages + w, xstages=k.xstages + x)
-            if v.stages < max(3, v.xstages) or sp.make_kernel(sp.Epilogue(shape), v, m).smem > 227 * 1024:
-                continue
-            for prompt in (False, True) if s.kind == "wgmma" else (False,):
-                out.setdefault(sp._untriggered(replace(v, prompt=prompt)), replace(v, prompt=prompt))
-    return list(out.values())
-
-
 def one(op: Any, x: torch.Tensor, weights: list[torch.Tensor], buffers: Buffers, i: int) -> None:
     op.run(x, weights[i], **buffers.args())
 
 
-def tune(name: str, rows: list[int], limit: int, shard: str, deadline: float) -> list[dict[str, Any]]:
+def tune(
+    name: str, rows: list[int], limit: int, shard: str, deadline: float, plan: Path | None
+) -> list[dict[str, Any]]:
+    """Times of the candidates, or of the settings that ``plan`` (see plan.py) has for this case and ``rows[-1]``."""
     shape, live = sp.cases()[name]
     m = rows[-1]
-    chosen = candidates(shape, m)
+    if plan:
+        chosen = [Setting(**s) for s in json.loads(plan.read_text(encoding="utf-8"))[name][str(m)]]
+    else:
+        chosen = candidates(shape, m)
     if limit:
         chosen = chosen[:limit]
     part, parts = map(int, shard.split("/"))
@@ -287,7 +230,7 @@ def tune(name: str, rows: list[int], limit: int, shard: str, deadline: float) ->
                     torch.cuda.synchronize()
                     entry["excess"] = max(entry["excess"], verify(shape, live, xs[r], weights[0], buffers.copy()))
                     triggers = (-1, 3) if kernel.stages < kernel.nst else (-1, 1000)
-                    for trigger in triggers:
+                    for trigger in sorted({*triggers, s.trigger}):
                         code = op._code[r][0]
                         op._code[r] = (code, replace(s, trigger=trigger))
                         t = bench.time_launches("", partial(one, op, xs[r], weights, buffers), n, replays=11)
@@ -347,6 +290,7 @@ def main() -> None:
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32, 64])
     parser.add_argument("--launches", type=int, default=0)
     parser.add_argument("--limit", type=int, default=0)
+    parser.add_argument("--plan", type=Path, help="settings to time, from plan.py")
     parser.add_argument("--shard", default="0/1", help="part/parts of the candidates")
     parser.add_argument("--deadline", type=float, default=20.0)
     parser.add_argument("--replays", type=int, default=60)
@@ -363,7 +307,7 @@ def main() -> None:
         if args.what == "check":
             results += check(name, args.rows, args.launches, args.floor)
         elif args.what == "tune":
-            results += tune(name, args.rows, args.limit, args.shard, args.deadline)
+            results += tune(name, args.rows, args.limit, args.shard, args.deadline, args.plan)
         else:
             timings = timing(name, args.rows, args.floor, args.replays)
             print(bench.table(timings), flush=True)

@@ -39,11 +39,11 @@ def st_async1(addr, word, bar, *, loc=None, ip=None):
 
 
 @dsl_user_op
-def st_async2(addr, words, bar, *, loc=None, ip=None):
-    """Asynchronous 8-byte store (8-byte aligned) to a cluster-window address; completes 8 bytes on ``bar``."""
+def st_async4(addr, words, bar, *, loc=None, ip=None):
+    """Asynchronous 16-byte store (16-byte aligned) to a cluster-window address; completes 16 bytes on ``bar``."""
     ops = [Int32(v).ir_value(loc=loc, ip=ip) for v in (addr, *words, bar)]
-    code = "st.async.shared::cluster.mbarrier::complete_tx::bytes.v2.b32 [$0],{$1,$2},[$3];"
-    asm(None, ops, code, "r,r,r,r", True, loc, ip)
+    code = "st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.b32 [$0],{$1,$2,$3,$4},[$5];"
+    asm(None, ops, code, "r,r,r,r,r,r", True, loc, ip)
 
 
 # ------------------------------------------------------------------------- warpgroup MMA (sm_90a only; an arch leaf)

@@ -26,7 +26,7 @@ from kimi_k3.kernels.cute_cluster import (  # noqa: F401 - kernels find every he
     bulk_to_block,
     mapa,
     st_async1,
-    st_async2,
+    st_async4,
     wgmma_bf16,
     wgmma_commit,
     wgmma_descriptor,
@@ -58,6 +58,13 @@ def lds2(addr, *, loc=None, ip=None):
     ops = [Int32(addr).ir_value(loc=loc, ip=ip)]
     v = asm(struct(T.i32(), 2), ops, "ld.shared.v2.b32 {$0,$1},[$2];", "=r,=r,r", True, loc, ip)
     return words(v, 2, loc, ip)
+
+
+@dsl_user_op
+def sts1(addr, word, *, loc=None, ip=None):
+    """Store one word at a 32-bit shared address."""
+    ops = [Int32(addr).ir_value(loc=loc, ip=ip), Uint32(word).ir_value(loc=loc, ip=ip)]
+    asm(None, ops, "st.shared.b32 [$0],$1;", "r,r", True, loc, ip)
 
 
 @dsl_user_op
@@ -117,13 +124,6 @@ def st_relaxed_sys4(addr, words, *, loc=None, ip=None):
     """Publish four words to a (possibly remote) global address, 16-byte aligned."""
     ops = [Int64(addr).ir_value(loc=loc, ip=ip)] + [Uint32(w).ir_value(loc=loc, ip=ip) for w in words]
     asm(None, ops, "st.relaxed.sys.global.v4.b32 [$0],{$1,$2,$3,$4};", "l,r,r,r,r", True, loc, ip)
-
-
-@dsl_user_op
-def st_relaxed_sys1(addr, word, *, loc=None, ip=None):
-    """Publish one word to a (possibly remote) global address."""
-    ops = [Int64(addr).ir_value(loc=loc, ip=ip), Uint32(word).ir_value(loc=loc, ip=ip)]
-    asm(None, ops, "st.relaxed.sys.global.b32 [$0],$1;", "l,r", True, loc, ip)
 
 
 @dsl_user_op
@@ -307,13 +307,6 @@ def pdl_trigger():
 
 
 @dsl_user_op
-def stg1(addr, word, *, loc=None, ip=None):
-    """Store one word at the global address ``addr``."""
-    ops = [Int64(addr).ir_value(loc=loc, ip=ip), Uint32(word).ir_value(loc=loc, ip=ip)]
-    asm(None, ops, "st.global.b32 [$0],$1;", "l,r", True, loc, ip)
-
-
-@dsl_user_op
 def stg2(addr, words, *, loc=None, ip=None):
     """Store two words at the global address ``addr`` (8-byte aligned)."""
     ops = [Int64(addr).ir_value(loc=loc, ip=ip)] + [Uint32(w).ir_value(loc=loc, ip=ip) for w in words]
@@ -334,10 +327,3 @@ def clean_f32(v, *, loc=None, ip=None):
     return Uint32(
         asm(T.i32(), ops, "{ .reg .f32 t; add.rn.f32 t,$1,0f00000000; mov.b32 $0,t; }", "=r,f", False, loc, ip)
     )
-
-
-@dsl_user_op
-def sts2(addr, words, *, loc=None, ip=None):
-    """Store two words at the 32-bit shared address ``addr`` (8-byte aligned)."""
-    ops = [Int32(addr).ir_value(loc=loc, ip=ip)] + [Uint32(w).ir_value(loc=loc, ip=ip) for w in words]
-    asm(None, ops, "st.shared.v2.b32 [$0],{$1,$2};", "r,r,r", True, loc, ip)

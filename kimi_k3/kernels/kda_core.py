@@ -205,6 +205,7 @@ class KdaCore(KdaSteps):
             for p in cutlass.range_constexpr(self.passes):
                 cute.arch.mbarrier_init(bars + p, 1)
             cute.arch.mbarrier_init_fence()
+        cute.arch.sync_warp()
         if cutlass.const_expr(not self.early):
             cu.pdl_wait()
 
@@ -294,9 +295,9 @@ class KdaCore(KdaSteps):
                 fa[step, c] = fa_words[c]
         if (warp == self.warps - 1) & (lane < N):
             at = lane * self.pitch + 4 * self.width + HEAD + head
-            px.sts1(beta + 4 * lane, cu.f2i(cu.sigmoid(px.ldg_bf16(inputs + Int64(at) * 2))))
+            cu.sts1(beta + 4 * lane, cu.f2i(cu.sigmoid(px.ldg_bf16(inputs + Int64(at) * 2))))
             columns: cutlass.Constexpr = max(1, self.columns)
-            px.sts1(target + 4 * lane, cu.ldg1(slots.toint() + Int64((req * columns + lane) * self.ib)))
+            cu.sts1(target + 4 * lane, cu.ldg1(slots.toint() + Int64((req * columns + lane) * self.ib)))
         for j in cutlass.range_constexpr(self.jobs):
             job = warp + j * self.warps
             if job < 3 * N:

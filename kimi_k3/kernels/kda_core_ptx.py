@@ -42,13 +42,6 @@ def lds1i(addr, *, loc=None, ip=None):
 
 
 @dsl_user_op
-def sts1(addr, word, *, loc=None, ip=None):
-    """Store one word at a 32-bit shared address."""
-    ops = [Int32(addr).ir_value(loc=loc, ip=ip), Uint32(word).ir_value(loc=loc, ip=ip)]
-    cu.asm(None, ops, "st.shared.b32 [$0],$1;", "r,r", True, loc, ip)
-
-
-@dsl_user_op
 def stg2(addr, words, *, loc=None, ip=None):
     ops = [Int64(addr).ir_value(loc=loc, ip=ip)] + [Uint32(w).ir_value(loc=loc, ip=ip) for w in words]
     cu.asm(None, ops, "st.global.v2.b32 [$0],{$1,$2};", "l,r,r", True, loc, ip)

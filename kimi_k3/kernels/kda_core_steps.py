@@ -186,7 +186,7 @@ class KdaSteps:
                     raw, _ = cu.unpack_bf16(cu.pack_bf16(acc[0, v] + acc[1, v], Float32(0)))
                     gate = cu.sigmoid(scale * (raw + bias[i, v // 2])) * Float32(LOWER_BOUND * cu.LOG2E)
                     row = (warp * self.tiles + i) * 16 + lane // 4 + 8 * (v // 2)
-                    px.sts1(decay + (token * HEAD + row) * 4, cu.f2i(cu.ex2_approx(gate)))
+                    cu.sts1(decay + (token * HEAD + row) * 4, cu.f2i(cu.ex2_approx(gate)))
 
     # ------------------------------------------------------------------------------------------------- recurrence
 
@@ -234,7 +234,7 @@ class KdaSteps:
         u = (px.lds1(vs + at) - total) * px.lds1(beta + 4 * t)  # of use in the lower lanes
         o = px.fma(cute.arch.shuffle_sync_bfly(u, offset=L // 2), kq, total)  # and this in the upper ones
         if (c >= L // 2) & ((c & ((1 << dup) - 1)) == 0):
-            px.sts1(outs + at, cu.f2i(o))
+            cu.sts1(outs + at, cu.f2i(o))
         for i in cutlass.range_constexpr(own):
             ui = cute.arch.shuffle_sync(u, group * L + (i << dup))
             for j in cutlass.range_constexpr(J):

@@ -129,12 +129,12 @@ def _supports(op: str) -> Any:
         shapes = {
             "embed": hidden % 8 == 0,
             "in_proj": hidden % 64 == 0 and hidden >= 128,
-            "oproj_publish": _projection_fits(hidden, min(c.kda_width, c.mla_width) // tp) and hidden // tp % 2 == 0,
+            "oproj_publish": _projection_fits(hidden, min(c.kda_width, c.mla_width) // tp) and hidden // tp % 8 == 0,
             "dense_gate_up": _projection_fits(2 * dense, hidden, True),
-            "dense_down_push": _projection_fits(hidden, dense) and hidden // tp % 2 == 0,
+            "dense_down_push": _projection_fits(hidden, dense) and hidden // tp % 8 == 0,
             "moe_front": hidden % 64 == 0 and hidden >= 128 and live % 2 == 0 and latent % 8 == 0,
             "shared_gate_up": _projection_fits(2 * shared, hidden, True),
-            "shared_down_push": _projection_fits(hidden, shared) and hidden // tp % 2 == 0,
+            "shared_down_push": _projection_fits(hidden, shared) and hidden // tp % 8 == 0,
             "prefetch": True,
         }
         return bool(shapes[op])

@@ -47,6 +47,7 @@ def make_kernel(epilogue: Epilogue, setting: Setting, m: int) -> RowsKernel | Ti
         per_sm=s.per_sm,
         xcast=s.xcast,
         prompt=s.prompt,
+        l2=s.l2,
     )
 
 
@@ -140,7 +141,9 @@ class StreamProjection:
         elif y is None or (s.fp32_rows and y32 is None):
             raise ValueError(f"{s.op}: storing needs y" + (" and y32" if s.fp32_rows else ""))
         if y is not None:
-            runtime.check_tensor("y", y, torch.bfloat16, (m, self.columns), align=4)
+            runtime.check_tensor("y", y, torch.bfloat16, (m, self.columns))
+            if y.stride(0) % 8 and m > 1:
+                raise ValueError(f"{s.op}: rows of y must be a multiple of 8 elements apart, got {y.stride(0)}")
         if y32 is not None:
             runtime.check_tensor("y32", y32, torch.float32, (m, self.epilogue.live), align=8)
 
@@ -197,6 +200,7 @@ def _untriggered(s: Setting) -> tuple[Any, ...]:
         s.reuse,
         s.xcast,
         s.prompt,
+        s.l2,
         s.per_sm,
     )
 

@@ -126,13 +126,13 @@ class RowsKernel(Output):
                 cute.arch.mbarrier_init(bars + S + s, self.wps)
             cute.arch.mbarrier_init(bars + 2 * S, 1)
             cute.arch.mbarrier_init_fence()
-            if cutlass.const_expr(self.ksplit > 1):  # noqa: SIM102 - compile time outside, run time inside
-                if rank == 0:
-                    sources: cutlass.Constexpr = self.ksplit - 1 if self.reuse else self.ksplit
-                    cute.arch.mbarrier_arrive_and_expect_tx(bars + 2 * S, b * (sources * self.rows * 4))
         if cutlass.const_expr(self.ksplit > 1):
             cute.arch.cluster_arrive_relaxed()  # the barrier's initialisation is fenced for the cluster
         cute.arch.sync_threads()
+        if cutlass.const_expr(self.ksplit > 1):  # noqa: SIM102 - compile time outside, run time inside
+            if (tid == 0) & (rank == 0):
+                sources: cutlass.Constexpr = self.ksplit - 1 if self.reuse else self.ksplit
+                cute.arch.mbarrier_arrive_and_expect_tx(bars + 2 * S, b * (sources * self.rows * 4))
         if warp == W:
             g0 = cute.local_tile(t0, (self.half, 64, self.kblk // 64), (block, 0, None))
             g1 = cute.local_tile(t1, (self.half, 64, self.kblk // 64), (block, 0, None))
@@ -156,7 +156,8 @@ class RowsKernel(Output):
         else:
             self.consume(ring, bars, red, x, ldx, b, rank, warp, tid % 32)
         cute.arch.sync_threads()
-        self.finish(red, part, bars + 2 * S, y.toint(), y32.toint(), table.toint(), ldy, ld32, b, rank, block, tid)
+        out = (y.toint(), y32.toint(), table.toint(), ldy, ld32)
+        self.finish(red, part, bars + 2 * S, out, b, rank, block, tid)
 
     @cute.jit
     def consume(self, ring, bars, red, x, ldx, b, rank, warp, lane):
@@ -216,31 +217,29 @@ class RowsKernel(Output):
                         red[warp, 8 * t + 2 * q + v % 2, 16 * m + g + 8 * (v // 2)] = acc[m, t, v]
 
     @cute.jit
-    def finish(self, red, part, bar, y, y32, table, ldy, ld32, b, rank, block, tid):
-        """Add the warps' tiles in warp order, then the ranks' in rank order, and emit pairs of columns."""
+    def finish(self, red, part, bar, out, b, rank, block, tid):
+        """Add the warps' tiles in warp order, then the ranks' in rank order, and emit."""
         R: cutlass.Constexpr = self.rows
-        pairs: cutlass.Constexpr = self.half // 2
+        size: cutlass.Constexpr = 4 * self.tokens * R  # bytes of a rank's sums
+        partial = Int32(red.iterator.toint())
+        stride: cutlass.Constexpr = 4 * self.tokens * self.pitch
         if cutlass.const_expr(self.ksplit == 1):
-            for i in range(tid, pairs * b, self.threads):
-                token, r = i // pairs, 2 * (i % pairs)
-                v = self.add(red, self.warps, token, r)
-                if cutlass.const_expr(self.halves == 2):
-                    u = self.add(red, self.warps, token, self.half + r)
-                    v = [self.situ(v[0], u[0]), self.situ(v[1], u[1])]
-                self.emit(y, y32, table, ldy, ld32, token, block * self.half + r, v[0], v[1])
+            tile = (partial, 4 * self.pitch, stride)
+            self.emit_tile(tile, out, self.half, self.warps, block * self.half, b, tid)
         else:
             cute.arch.cluster_wait()  # rank 0 runs and its barrier is armed
             bar0 = cu.mapa(Int32(bar.toint()), 0)
-            mine = Int32(part.iterator.toint()) + rank * (4 * self.tokens * R)
+            sums = Int32(part.iterator.toint())
+            mine = sums + rank * size
             base = cu.mapa(mine, 0)
-            for i in range(tid, (R // 2) * b, self.threads):
-                token, r = i // (R // 2), 2 * (i % (R // 2))
-                v = self.add(red, self.warps, token, r)
-                at = 4 * (token * R + r)
+            for i in range(tid, (R // 4) * b, self.threads):
+                token, r = i // (R // 4), 4 * (i % (R // 4))
+                v = self.added(partial + 4 * (token * self.pitch + r), stride, self.warps, 4)
+                at, words = 4 * (token * R + r), [cu.f2i(e) for e in v]
                 if cutlass.const_expr(self.reuse):
-                    cu.sts2(mine + at, (cu.f2i(v[0]), cu.f2i(v[1])))
+                    cu.sts4(mine + at, words)
                 else:
-                    cu.st_async2(base + at, (cu.f2i(v[0]), cu.f2i(v[1])), bar0)
+                    cu.st_async4(base + at, words, bar0)
             if cutlass.const_expr(self.reuse):  # many small remote stores are slow: one bulk copy
                 cu.fence_async_shared()
                 cute.arch.sync_threads()
@@ -248,24 +247,11 @@ class RowsKernel(Output):
                     cu.bulk_to_block(base, mine, b * (4 * R), bar0)
             if rank == 0:
                 cu.wait_cluster(bar, 0)
-                for i in range(tid, pairs * b, self.threads):
-                    token, r = i // pairs, 2 * (i % pairs)
-                    v = self.add(part, self.ksplit, token, r)
-                    if cutlass.const_expr(self.halves == 2):
-                        u = self.add(part, self.ksplit, token, self.half + r)
-                        v = [self.situ(v[0], u[0]), self.situ(v[1], u[1])]
-                    self.emit(y, y32, table, ldy, ld32, token, block * self.half + r, v[0], v[1])
+                tile = (sums, 4 * R, size)
+                self.emit_tile(tile, out, self.half, self.ksplit, block * self.half, b, tid)
             if cutlass.const_expr(self.reuse):
                 cute.arch.cluster_arrive_relaxed()
                 cute.arch.cluster_wait()  # the copy out of this block has been read
-
-    @cute.jit
-    def add(self, source, count: cutlass.Constexpr, token, row):
-        first, second = Float32(0), Float32(0)
-        for p in cutlass.range_constexpr(count):
-            first += source[p, token, row]
-            second += source[p, token, row + 1]
-        return [first, second]
 
     def block_offset(self, j: int) -> int:
         """Byte offset of 8-row block ``j`` inside a stage: boxes of ``half`` rows, each [kblk/64][half][64]."""

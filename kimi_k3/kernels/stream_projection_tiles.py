@@ -5,9 +5,9 @@ than device memory does. So blocks own many rows, ``rows`` rows of W x one of ``
 neighbours share x: each loads a part of it and multicasts that to all. A cluster is ksplit x xcast blocks.
 
 producer  one warp: per stage one TMA box [rows, kblk] of W and one [tokens, kblk] of x, one barrier for both. x may
-          have a shorter ring (``xstages``). The first ``stages`` W boxes are issued before griddepcontrol.wait, x
-          after. With xcast a slot is free when the consumers of all sharing blocks have released it, and a block ends
-          when all its slots have been released for the last time
+          have a shorter ring (``xstages``). The first ``stages`` W boxes are issued before griddepcontrol.wait, and
+          ``l2`` more are fetched into L2; x after. With xcast a slot is free when the consumers of all sharing blocks
+          have released it, and a block ends when all its slots have been released for the last time
 consumers wm x wk warps; a warp multiplies rows/wm rows with all tokens over every wk-th 32-wide K slice of a stage.
           Same permuted K order as the kernel for few tokens: 16-byte conflict-free reads of both operands, no ldmatrix.
           On sm_90a optionally wm/4 warpgroups with wgmma, which reads both operands from shared memory itself
@@ -55,7 +55,8 @@ class TilesKernel(Output):
 
     def __init__(self, epilogue: Epilogue, rows: int, stages: int, kblk: int = 64, ksplit: int = 1, wm: int = 4,
                  wk: int = 2, tiles: int = 2, ldx: int = 0, warpgroup_mma: bool = False,
-                 xstages: int = 0, per_sm: int = 0, xcast: int = 1, prompt: bool = False) -> None:  # fmt: skip
+                 xstages: int = 0, per_sm: int = 0, xcast: int = 1, prompt: bool = False,
+                 l2: int = 0) -> None:  # fmt: skip
         n, k, situ = epilogue.shape.n, epilogue.shape.k, epilogue.shape.situ
         self.epilogue, self.n, self.k, self.rows, self.kblk, self.ksplit = epilogue, n, k, rows, kblk, ksplit
         self.wm, self.wk, self.tiles, self.ldx, self.wgmma = wm, wk, tiles, ldx or k, warpgroup_mma
@@ -75,7 +76,7 @@ class TilesKernel(Output):
             raise ValueError(f"{n}x{k}: x of {8 * tiles} tokens, ksplit {ksplit}: {xcast} blocks cannot share it")
         self.xcast, self.slice = xcast, 8 * tiles // xcast  # tokens that a block loads for all
         self.xkb = 1 if xcast > 1 else kblk // 64  # of a copy: shared sub-blocks stay contiguous over all tokens
-        self.prompt = prompt
+        self.prompt, self.l2 = prompt, l2
         self.own = self.half // ksplit  # output columns of a rank
         self.nst = k // ksplit // kblk
         self.stages = min(stages, self.nst)
@@ -84,10 +85,8 @@ class TilesKernel(Output):
             # a slot is released when the next stage's products have been issued, which would wait for that slot
             raise ValueError(f"{n}x{k}: wgmma needs two slots of x, or prompt release; got {self.xstages}")
         self.wbox, self.xbox = rows * kblk * 2, self.tokens * kblk * 2
-        self.pitch = (
-            self.tokens + 4
-        )  # floats per row of a partial tile: few bank conflicts both ways, slabs of 16 bytes
-        self.slab = self.halves * self.own * self.pitch  # floats one source sends to one owner
+        self.pitch = self.halves * self.own + 4  # floats per token of a partial tile: written without bank conflicts
+        self.slab = self.tokens * self.pitch  # floats one source sends to one owner
         self.region = max(
             self.stages * self.wbox + self.xstages * self.xbox, 4 * (ksplit + (ksplit > 1) * ksplit) * wk * self.slab
         )
@@ -143,12 +142,13 @@ class TilesKernel(Output):
                 cute.arch.mbarrier_init(bars + S + s, self.warps * self.xcast)
             cute.arch.mbarrier_init(bars + 2 * S, 1)
             cute.arch.mbarrier_init_fence()
-            if cutlass.const_expr(self.ksplit > 1):
-                received: cutlass.Constexpr = (self.ksplit - 1) * self.wk * self.slab * 4
-                cute.arch.mbarrier_arrive_and_expect_tx(bars + 2 * S, received)
         if cutlass.const_expr(self.xcast > 1):
             cute.arch.cluster_arrive_relaxed()  # the barriers' initialisation is fenced for the cluster
         cute.arch.sync_threads()
+        if cutlass.const_expr(self.ksplit > 1):  # noqa: SIM102 - compile time outside, run time inside
+            if tid == 0:
+                received: cutlass.Constexpr = (self.ksplit - 1) * self.wk * self.slab * 4
+                cute.arch.mbarrier_arrive_and_expect_tx(bars + 2 * S, received)
         acc = cute.make_rmem_tensor(cute.make_layout((self.mt, self.tiles, 4), stride=(4 * self.tiles, 4, 1)), Float32)
         if warp == self.warps:
             g0 = cute.local_tile(t0, (self.half, 64, self.kblk // 64), (block, 0, None))
@@ -161,6 +161,8 @@ class TilesKernel(Output):
             for i in cutlass.range_constexpr(S):
                 self.arm(bars + i)
                 self.load_w(w0, g0, w1, g1, layout, ring + i * self.wbox, bars + i, first + i)
+            for i in cutlass.range(S, min(S + self.l2, self.nst), unroll=1):
+                self.hint_w(w0, g0, w1, g1, layout, ring, first + i)
             cu.pdl_wait()
             if cutlass.const_expr(self.xcast > 1):
                 cute.arch.cluster_wait()
@@ -205,7 +207,7 @@ class TilesKernel(Output):
                 self.send(ring, bars + 2 * S, rank, tid, block % self.xcast * self.ksplit)
             cu.wait_cluster(bars + 2 * S, 0)
             cute.arch.cluster_arrive_relaxed()  # what was sent to this block has arrived
-        self.finish(ring, y.toint(), y32.toint(), table.toint(), ldy, ld32, b, rank, block, tid)
+        self.finish(ring, (y.toint(), y32.toint(), table.toint(), ldy, ld32), b, rank, block, tid)
         if cutlass.const_expr(self.xcast > 1):  # noqa: SIM102 - compile time outside, run time inside
             if warp == self.warps:  # the neighbours' last releases have arrived: nobody touches this block any more
                 for s in cutlass.range_constexpr(S):
@@ -299,7 +301,7 @@ class TilesKernel(Output):
 
     @cute.jit
     def keep(self, ring, acc, rank, warp, lane):
-        """A warp's accumulators to shared memory as slabs [gate | up][column][token]: received ones first (one per
+        """A warp's accumulators to shared memory as slabs [token][gate | up][column]: received ones first (one per
         source, this block's own in place), then the outgoing ones of every owner."""
         g, q = lane // 4, lane % 4
         wm, wk = warp % self.wm, warp // self.wm
@@ -315,9 +317,10 @@ class TilesKernel(Output):
                 slot = (self.ksplit + owner) * self.wk + wk
                 if owner == rank:
                     slot = rank * self.wk + wk
-                at = local + 4 * (slot * self.slab + (half * self.own + row) * self.pitch + 2 * q)
+                at = local + 4 * (slot * self.slab + 2 * q * self.pitch + half * self.own + row)
                 for t in cutlass.range_constexpr(self.tiles):
-                    cu.sts2(at + 32 * t, (cu.f2i(acc[m, t, 2 * h]), cu.f2i(acc[m, t, 2 * h + 1])))
+                    for v in cutlass.range_constexpr(2):
+                        cu.sts1(at + 4 * (8 * t + v) * self.pitch, cu.f2i(acc[m, t, 2 * h + v]))
 
     @cute.jit
     def send(self, ring, bar, rank, owner, base):
@@ -329,35 +332,11 @@ class TilesKernel(Output):
         cu.bulk_to_block(to, local + (self.ksplit + owner) * size, size, cu.mapa(Int32(bar.toint()), base + owner))
 
     @cute.jit
-    def finish(self, ring, y, y32, table, ldy, ld32, b, rank, block, tid):
-        """The owner adds the sources in order; a warp takes 8 (or 4) column pairs x 4 (or 8) tokens at a time."""
-        floats: cutlass.Constexpr = self.ksplit * self.wk * self.slab
-        part = cute.make_tensor(cute.recast_ptr(ring, dtype=Float32), cute.make_layout(floats))
-        pairs: cutlass.Constexpr = self.own // 2
-        lanes: cutlass.Constexpr = 8 if pairs % 8 == 0 else 4
-        per: cutlass.Constexpr = 32 // lanes
-        quads = (b + per - 1) // per
-        for i in range(tid, pairs * per * quads, self.threads):
-            p, rest = i % lanes, i // lanes
-            t, rest = rest % per, rest // per
-            row = 2 * (rest % (pairs // lanes) * lanes + p)
-            token = rest // (pairs // lanes) * per + t
-            if token < b:
-                v = self.add(part, row, token)
-                if cutlass.const_expr(self.halves == 2):
-                    u = self.add(part, self.own + row, token)
-                    v = [self.situ(v[0], u[0]), self.situ(v[1], u[1])]
-                column = block * self.half + rank * self.own + row
-                self.emit(y, y32, table, ldy, ld32, token, column, v[0], v[1])
-
-    @cute.jit
-    def add(self, part, row, token):
-        first, second = Float32(0), Float32(0)
-        for p in cutlass.range_constexpr(self.ksplit * self.wk):
-            at = p * self.slab + row * self.pitch + token
-            first += part[at]
-            second += part[at + self.pitch]
-        return [first, second]
+    def finish(self, ring, out, b, rank, block, tid):
+        """The owner adds the sources in (rank, warp) order and emits."""
+        tile = (Int32(ring.toint()), 4 * self.pitch, 4 * self.slab)
+        first = block * self.half + rank * self.own
+        self.emit_tile(tile, out, self.own, self.ksplit * self.wk, first, b, tid)
 
     @cute.jit
     def arm(self, bar):
@@ -369,6 +348,15 @@ class TilesKernel(Output):
         self.copy(w0, g0, layout, ptr, bar, i, cu.EVICT_FIRST)
         if cutlass.const_expr(self.halves == 2):
             self.copy(w1, g1, layout, ptr + self.wbox // 2, bar, i, cu.EVICT_FIRST)
+
+    @cute.jit
+    def hint_w(self, w0, g0, w1, g1, layout, ptr, i):
+        """Fetch a box of W into L2. ``ptr``: any place in the ring, nothing is written there."""
+        first, second = self.boxes(w0, g0, layout, ptr, i)[1], self.boxes(w1, g1, layout, ptr, i)[1]
+        with cute.arch.elect_one():
+            cute.prefetch(w0, first)
+            if cutlass.const_expr(self.halves == 2):
+                cute.prefetch(w1, second)
 
     @cute.jit
     def load_x(self, xa, gx, xlayout, ptr, bar, i, rank, block):
@@ -383,11 +371,16 @@ class TilesKernel(Output):
                 self.copy(xa, gx, xlayout, at + sub * (self.tokens * 128), bar, n, cu.EVICT_LAST, mask)
 
     @cute.jit
-    def copy(self, atom, g, layout, ptr, bar, i, hint: cutlass.Constexpr, mask=None):
+    def boxes(self, atom, g, layout, ptr, i):
+        """(shared, global) box ``i`` as a copy takes them."""
         s = cute.make_tensor(cute.recast_ptr(ptr, layout.inner, dtype=BFloat16), layout.outer)
-        sp, gp = cpasync.tma_partition(
+        return cpasync.tma_partition(
             atom, 0, cute.make_layout(1), cute.group_modes(s, 0, 3), cute.group_modes(g[None, None, None, i], 0, 3)
         )
+
+    @cute.jit
+    def copy(self, atom, g, layout, ptr, bar, i, hint: cutlass.Constexpr, mask=None):
+        sp, gp = self.boxes(atom, g, layout, ptr, i)
         # cute.copy elects a lane itself
         if cutlass.const_expr(mask is None):
             cute.copy(atom, gp, sp, tma_bar_ptr=bar, cache_policy=Int64(hint))

@@ -136,6 +136,8 @@ def test_owner_columns_must_cover_the_output() -> None:
     Epilogue(SHAPE, targets=4, owner_width=24)
     with pytest.raises(ValueError, match="do not cover"):
         Epilogue(SHAPE, targets=4, owner_width=16)
+    with pytest.raises(ValueError, match="in eights"):  # a store of 16 bytes would cross two owners
+        Epilogue(SHAPE, targets=8, owner_width=12)
 
 
 CACHE = cross.default_cache()

@@ -128,6 +128,17 @@ def test_front_publishes_logits_and_latent_columns() -> None:
     assert int((~columns.isnan()).sum()) == ranks * m * latent
 
 
+def test_outputs_that_wide_stores_would_miss_are_refused() -> None:
+    shape, _ = sp.cases()["small-tp8-o_proj"]
+    op = sp.StreamProjection(shape, (3,))
+    x, w = sp.make_inputs(shape, 3, 1)
+    whole = torch.empty(3, op.columns + 12, device="cuda", dtype=torch.bfloat16)
+    with pytest.raises(ValueError, match="multiple of 8 elements apart"):
+        op.check(x, w, whole[:, : op.columns])
+    with pytest.raises(ValueError, match="multiple of 16 bytes"):
+        op.check(x, w, torch.empty(3 * op.columns + 4, device="cuda", dtype=torch.bfloat16)[4:].view(3, op.columns))
+
+
 def test_no_compilation_during_capture() -> None:
     from kimi_k3.kernels import runtime
 
@@ -199,10 +210,10 @@ def test_prefetch_changes_nothing_and_brings_weights_into_l2() -> None:
     w = torch.randn(12_000_000, device="cuda").bfloat16()  # 24 MB: about 5 us from memory, half of that from L2
     evict = torch.empty(200_000_000, dtype=torch.uint8, device="cuda")
     before, walker, total = w.clone(), Prefetch([w]), torch.empty((), dtype=torch.int64, device="cuda")
-    torch.sum(w.view(torch.int32), out=total)
+    torch.sum(w.view(torch.int32), 0, out=total)
     reading = torch.cuda.CUDAGraph()
     with torch.cuda.graph(reading):
-        torch.sum(w.view(torch.int32), out=total)
+        torch.sum(w.view(torch.int32), 0, out=total)
 
     def read(prefetched: bool) -> float:
         times = []
