@@ -34,7 +34,7 @@ P=tests/kimi_k3/kernels/test_stream_projection_gpu.py
 K=tests/kimi_k3/kernels/test_kda_core_gpu.py A=tests/kimi_k3/kernels/test_attn_res_gpu.py
 
 # comparing times needs the GPU alone: that test comes last
-step tests 300 python3 -m pytest -q -m gpu -n "${JOBS:-15}" --dist worksteal --tb=short -k "not brings_weights" tests/kimi_k3
+step tests 300 python3 -m pytest -q -m gpu -n "${JOBS:-15}" --dist worksteal --tb=short -k "not brings_weights" tests
 {
   for tp in 8 16; do for op in o_proj moe_front shared_down dense_down; do echo "publish kimi-k3-tp$tp-$op"; done; done
   for tp in 8 16; do for op in $CASES; do echo "check kimi-k3-tp$tp-$op"; done; done
