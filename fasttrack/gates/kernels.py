@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Sequence
 from typing import Any
@@ -71,6 +72,12 @@ def part_of_floor(record: PerformanceRecord) -> float:
     return float(record.details["floor_s"]) / record.value if record.value > 0 else 0.0
 
 
+def percent(record: PerformanceRecord, places: int = 1) -> str:
+    """:func:`part_of_floor` rounded down, so that a missed goal does not look met."""
+    steps = 10**places
+    return f"{math.floor(100 * steps * part_of_floor(record)) / steps:.{places}f}%"
+
+
 def met(record: PerformanceRecord) -> bool:
     """Whether the kernel reached all of its goals."""
     fraction, seconds = record.details.get("goal_fraction"), record.details.get("goal_s")
@@ -79,7 +86,7 @@ def met(record: PerformanceRecord) -> bool:
 
 def _number(kernel: str, record: PerformanceRecord, library: PerformanceRecord | None, goal: str) -> Number:
     spread = f"{1e6 * record.details['p10_s']:.2f} to {1e6 * record.details['p90_s']:.2f}"
-    text = f"us, 10th to 90th percentile {spread}, {part_of_floor(record):.1%} of the floor, {record.samples} replays"
+    text = f"us, 10th to 90th percentile {spread}, {percent(record)} of the floor, {record.samples} replays"
     if library is not None:
         text += f", {library.details['measured']} {1e6 * library.value:.2f}"
     return Number(kernel, round(1e6 * record.value, 3), text, goal)

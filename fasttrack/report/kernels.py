@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from fasttrack.gates.kernels import goal_text, met, natural, part_of_floor
+from fasttrack.gates.kernels import goal_text, met, natural, percent
 from fasttrack.records import PerformanceRecord
 from fasttrack.report.svg import CHARACTER, plain
 
@@ -24,8 +24,7 @@ _BOX, _ROW = 92, 40
 class Cell:
     """One kernel at one size.
 
-    ``part`` of the floor is rounded down, so that a missed goal does not look met. ``library``: another library's time
-    of the same product, or empty.
+    ``part`` of the floor is rounded down. ``library``: another library's time of the same product, or empty.
     """
 
     state: str
@@ -75,7 +74,7 @@ def _cell(record: PerformanceRecord, library: PerformanceRecord | None) -> Cell:
     state = "free" if not goal else "met" if met(record) else "missed"
     beside = f"{library.details['measured']} {1e6 * library.value:.2f}" if library else ""
     slower = library is not None and record.value > library.value
-    return Cell(state, f"{1e6 * record.value:.2f}", f"{int(100 * part_of_floor(record))}%", goal, beside, slower)
+    return Cell(state, f"{1e6 * record.value:.2f}", percent(record, 0), goal, beside, slower)
 
 
 def kernel_layout(grid: KernelGrid) -> dict[str, Any]:
