@@ -23,7 +23,7 @@ publish() { # CASE
 sanitize() { # TOOL NAME COMMAND...
   local tool=$1 name=$2
   shift 2
-  # API errors are the probing of optional driver functions at import; racecheck's reports are explained in README.md
+  # API errors are the probing of optional driver functions at import
   step "$tool-$name" 240 compute-sanitizer --tool "$tool" --error-exitcode 9 --report-api-errors no \
     $([ "$tool" = racecheck ] && echo --racecheck-report all) "$@"
 }

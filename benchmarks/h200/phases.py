@@ -36,6 +36,7 @@ PHASES = (
     "multiplied",
     "finished",
 )
+CLOCKS = 8  #: words of a block, so that its place is aligned
 STAMP = """
 from cutlass.cutlass_dsl import dsl_user_op
 from kimi_k3.kernels.cute_asm import asm
@@ -69,7 +70,7 @@ def stamped(module: ModuleType) -> str:
 
     put("from kimi_k3.kernels import cute_util as cu\n", STAMP, "")
     start = "        S: cutlass.Constexpr = self.stages\n        {} cutlass.Constexpr"
-    where = f"        clocks = y32.toint() + Int64({8 * len(PHASES)}) * (rank + self.ksplit * block)\n"
+    where = f"        clocks = y32.toint() + Int64({8 * CLOCKS}) * (rank + self.ksplit * block)\n"
     if module is tiles_module:
         put("", where + _mark(0, first, 8), start.format("X:"))
         put("", _mark(1, lane, 12), "            cu.pdl_wait()\n            if cutlass.const_expr(self.xcast > 1):\n"
@@ -93,8 +94,7 @@ def stamped(module: ModuleType) -> str:
         put("", where + _mark(0, first, 8), start.format("W:"))
         put("", _mark(1, lane, 12), "            cu.pdl_wait()\n            late")
         put("            cu.pdl_wait()\n", _mark(2, lane, 12), "            late")
-        put("", _mark(3, lane, 12), "            if cutlass.const_expr(self.reuse):\n"
-            "                cute.arch.sync_threads()\n        else:\n")  # fmt: skip
+        put("", _mark(3, lane, 12), "        else:\n            self.consume(")
         put("self.consume(ring, bars, red, x, ldx, b, rank, warp, tid % 32", ", clocks", ")\n")
         put("def consume(self, ring, bars, red, x, ldx, b, rank, warp, lane", ", clocks", "):\n")
         put("", _mark(4, "(turn == 0) & (warp == 0) & (lane == 0)", 16), "                at = wbase + s * self.box\n")
@@ -136,7 +136,7 @@ def trace(case: str, m: int, changes: dict[str, Any], launches: int, folder: Pat
     y = torch.empty(m, k.epilogue.columns, device="cuda", dtype=bf)
     sharing = getattr(k, "xcast", 1)
     blocks = k.ksplit * (-(-k.blocks // sharing) * sharing)
-    clocks = torch.zeros(launches, blocks, len(PHASES), dtype=torch.int64, device="cuda")
+    clocks = torch.zeros(launches, blocks, CLOCKS, dtype=torch.int64, device="cuda")
 
     def launch(i: int) -> None:
         at = partial(sp._pointer, dtype=bf)
@@ -151,7 +151,9 @@ def trace(case: str, m: int, changes: dict[str, Any], launches: int, folder: Pat
     print(f"{case}, {m} rows, {blocks} blocks of {k.smem} bytes, {us:.2f} us a launch with stamps: {setting}")
     print(f"  {'us after the last launch':24s} {'first':>8s} {'median':>8s} {'last':>8s}")
     for phase, name in enumerate(PHASES):
-        since = torch.stack([found[i, :, phase] - found[i - 1, :, -1].max() for i in range(8, launches - 2)])
+        since = torch.stack(
+            [found[i, :, phase] - found[i - 1, :, len(PHASES) - 1].max() for i in range(8, launches - 2)]
+        )
         edges = (since.amin(1).median(), since.median(1).values.median(), since.amax(1).median())
         print(f"  {name:24s} " + " ".join(f"{float(e):8.2f}" for e in edges))
 

@@ -14,7 +14,7 @@ from kimi_k3.kernels.attn_res_launch import choose as choose_residual
 from kimi_k3.kernels.kda_core import HEAD, KdaCore, Settings
 from kimi_k3.kernels.kda_core_launch import PreparedKdaCore, choose
 from kimi_k3.kernels.shapes import ProjectionShape, pad16
-from kimi_k3.kernels.stream_projection import StreamProjection
+from kimi_k3.kernels.stream_projection import StreamProjection, publication_table
 from kimi_k3.kernels.stream_projection_settings import publication
 
 XS = 8  #: distinct activations of a projection
@@ -63,7 +63,7 @@ class Peers:
             )
             for d in range(ranks)
         ]
-        self.table = torch.tensor(slots, dtype=torch.int64, device=device)
+        self.table = publication_table(slots, device)
 
     def arm(self) -> None:
         for box in (self.boxes, self.logits):

@@ -31,14 +31,6 @@ def arrive_peer(bar, *, loc=None, ip=None):
 
 
 @dsl_user_op
-def st_async1(addr, word, bar, *, loc=None, ip=None):
-    """Asynchronous 4-byte store to a cluster-window address; completes 4 bytes on ``bar`` of the same block."""
-    ops = [Int32(v).ir_value(loc=loc, ip=ip) for v in (addr, word, bar)]
-    code = "st.async.shared::cluster.mbarrier::complete_tx::bytes.b32 [$0],$1,[$2];"
-    asm(None, ops, code, "r,r,r", True, loc, ip)
-
-
-@dsl_user_op
 def st_async4(addr, words, bar, *, loc=None, ip=None):
     """Asynchronous 16-byte store (16-byte aligned) to a cluster-window address; completes 16 bytes on ``bar``."""
     ops = [Int32(v).ir_value(loc=loc, ip=ip) for v in (addr, *words, bar)]

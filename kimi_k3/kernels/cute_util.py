@@ -25,7 +25,6 @@ from kimi_k3.kernels.cute_cluster import (  # noqa: F401 - kernels find every he
     arrive_peer,
     bulk_to_block,
     mapa,
-    st_async1,
     st_async4,
     wgmma_bf16,
     wgmma_commit,
@@ -38,8 +37,6 @@ from kimi_k3.kernels.cute_cluster import (  # noqa: F401 - kernels find every he
 EVICT_FIRST = 0x12F0000000000000
 #: cache hint of data that every block reads
 EVICT_LAST = 0x14F0000000000000
-#: idle word of a mailbox: the bf16 pair (low +0, high -0); a sanitised word never equals it
-SENTINEL = 0x80000000
 
 # ---------------------------------------------------------------------------------------------- loads and stores
 
@@ -50,14 +47,6 @@ def lds4(addr, *, loc=None, ip=None):
     ops = [Int32(addr).ir_value(loc=loc, ip=ip)]
     v = asm(struct(T.i32(), 4), ops, "ld.shared.v4.b32 {$0,$1,$2,$3},[$4];", "=r,=r,=r,=r,r", True, loc, ip)
     return words(v, 4, loc, ip)
-
-
-@dsl_user_op
-def lds2(addr, *, loc=None, ip=None):
-    """Two words at the 32-bit shared address ``addr`` (8-byte aligned)."""
-    ops = [Int32(addr).ir_value(loc=loc, ip=ip)]
-    v = asm(struct(T.i32(), 2), ops, "ld.shared.v2.b32 {$0,$1},[$2];", "=r,=r,r", True, loc, ip)
-    return words(v, 2, loc, ip)
 
 
 @dsl_user_op
@@ -72,14 +61,6 @@ def sts4(addr, words, *, loc=None, ip=None):
     """Store four words at the 32-bit shared address ``addr`` (16-byte aligned)."""
     ops = [Int32(addr).ir_value(loc=loc, ip=ip)] + [Uint32(w).ir_value(loc=loc, ip=ip) for w in words]
     asm(None, ops, "st.shared.v4.b32 [$0],{$1,$2,$3,$4};", "r,r,r,r,r", True, loc, ip)
-
-
-@dsl_user_op
-def ldmatrix4(addr, *, loc=None, ip=None):
-    """Four 8x8 b16 matrices; every lane gives the address of one 16-byte row."""
-    ops = [Int32(addr).ir_value(loc=loc, ip=ip)]
-    code = "ldmatrix.sync.aligned.m8n8.x4.shared.b16 {$0,$1,$2,$3},[$4];"
-    return words(asm(struct(T.i32(), 4), ops, code, "=r,=r,=r,=r,r", True, loc, ip), 4, loc, ip)
 
 
 @dsl_user_op
@@ -112,25 +93,10 @@ def stg4(addr, words, *, loc=None, ip=None):
 
 
 @dsl_user_op
-def ld_volatile4(addr, *, loc=None, ip=None):
-    """Poll four mailbox words. Each 32-bit word is atomic, the four together are not: check every word."""
-    ops = [Int64(addr).ir_value(loc=loc, ip=ip)]
-    code = "ld.volatile.global.v4.b32 {$0,$1,$2,$3},[$4];"
-    return words(asm(struct(T.i32(), 4), ops, code, "=r,=r,=r,=r,l", True, loc, ip), 4, loc, ip)
-
-
-@dsl_user_op
 def st_relaxed_sys4(addr, words, *, loc=None, ip=None):
     """Publish four words to a (possibly remote) global address, 16-byte aligned."""
     ops = [Int64(addr).ir_value(loc=loc, ip=ip)] + [Uint32(w).ir_value(loc=loc, ip=ip) for w in words]
     asm(None, ops, "st.relaxed.sys.global.v4.b32 [$0],{$1,$2,$3,$4};", "l,r,r,r,r", True, loc, ip)
-
-
-@dsl_user_op
-def cp_async16(smem_addr, addr, *, loc=None, ip=None):
-    """Asynchronous 16-byte copy global -> shared, bypassing L1; completes with cp.async groups."""
-    ops = [Int32(smem_addr).ir_value(loc=loc, ip=ip), Int64(addr).ir_value(loc=loc, ip=ip)]
-    asm(None, ops, "cp.async.cg.shared.global [$0],[$1],16;", "r,l", True, loc, ip)
 
 
 # ------------------------------------------------------------------------------------------------- tensor cores
@@ -188,14 +154,6 @@ def clean_pair(lo, hi, *, loc=None, ip=None):
     ops = [Float32(hi).ir_value(loc=loc, ip=ip), Float32(lo).ir_value(loc=loc, ip=ip)]
     code = "{ .reg .b32 w,z; cvt.rn.bf16x2.f32 w,$1,$2; mov.b32 z,0; add.rn.bf16x2 $0,w,z; }"
     return Uint32(asm(T.i32(), ops, code, "=r,f,f", False, loc, ip))
-
-
-@dsl_user_op
-def tanh_approx(v, *, loc=None, ip=None):
-    """Hardware tanh, absolute error about 2^-11."""
-    return Float32(
-        asm(T.f32(), [Float32(v).ir_value(loc=loc, ip=ip)], "tanh.approx.f32 $0,$1;", "=f,f", False, loc, ip)
-    )
 
 
 @dsl_user_op
@@ -282,13 +240,6 @@ def wait_cluster(bar, phase):
     done = try_wait_cluster(bar, phase)
     while done == 0:
         done = try_wait_cluster(bar, phase)
-
-
-@dsl_user_op
-def named_barrier(index, threads, *, loc=None, ip=None):
-    """bar.sync of ``threads`` threads on barrier ``index`` (0 is sync_threads' own)."""
-    ops = [Int32(index).ir_value(loc=loc, ip=ip), Int32(threads).ir_value(loc=loc, ip=ip)]
-    asm(None, ops, "bar.sync $0,$1;", "r,r", True, loc, ip)
 
 
 @cute.jit

@@ -23,7 +23,7 @@ from kimi_k3.decode.registry import Provider, register
 from kimi_k3.kernels.embed import Embed
 from kimi_k3.kernels.prefetch import Prefetch
 from kimi_k3.kernels.shapes import ProjectionShape
-from kimi_k3.kernels.stream_projection import StreamProjection
+from kimi_k3.kernels.stream_projection import StreamProjection, publication_table
 from kimi_k3.kernels.stream_projection_settings import setting_for
 
 #: modules of other kernels that register their own providers
@@ -40,7 +40,7 @@ def _table(context: OpContext, key: Tensor, form: str, slots: Sequence[tuple[int
     """The device table of publication addresses of one mailbox, built once."""
 
     def build(t: Tensor) -> Tensor:
-        return torch.tensor(slots, dtype=torch.int64, device=t.device)
+        return publication_table(slots, t.device)
 
     table: Tensor = context.prepared(key, form, build)
     return table
@@ -69,8 +69,9 @@ def publish_partial(context: OpContext, x: Tensor, weight: Tensor, box: Tensor) 
     op = projection(ProjectionShape("publish", n, k), x.shape[1], targets, 0, 0 if width == n else width)
     for r in range(ranks):
         table = _table(context, box, f"partial {r}", [(box[d, r].data_ptr(), 0) for d in range(targets)])
-        op.check(x[r], weight[r], table=table)
-        op.run(x[r], weight[r], table=table, pitch=(box.stride(-2), 0))
+        pitch = (box.stride(-2), 0)
+        op.check(x[r], weight[r], table=table, pitch=pitch)
+        op.run(x[r], weight[r], table=table, pitch=pitch)
 
 
 def moe_front(context: OpContext, x: Tensor, weight: Tensor, logits_box: Tensor, latent_box: Tensor) -> None:
@@ -85,8 +86,9 @@ def moe_front(context: OpContext, x: Tensor, weight: Tensor, logits_box: Tensor,
             (latent_box[d, :, r * latent :].data_ptr(), logits_box[d, :, r * live :].data_ptr()) for d in range(targets)
         ]
         table = _table(context, latent_box, f"front {r} {logits_box.data_ptr()}", slots)
-        op.check(x[r], weight[r], table=table)
-        op.run(x[r], weight[r], table=table, pitch=(latent_box.stride(-2), logits_box.stride(-2)))
+        pitch = (latent_box.stride(-2), logits_box.stride(-2))
+        op.check(x[r], weight[r], table=table, pitch=pitch)
+        op.run(x[r], weight[r], table=table, pitch=pitch)
 
 
 @functools.cache

@@ -32,7 +32,7 @@ def make_kernel(epilogue: Epilogue, setting: Setting, m: int) -> RowsKernel | Ti
     """The kernel object of a setting for ``m`` rows. Raises ValueError when the geometry does not divide."""
     tiles, s = token_tiles(m), setting
     if s.kind == "rows":
-        return RowsKernel(epilogue, s.rows, s.stages, s.kblk, s.ksplit, s.warps, tiles, s.reuse, s.per_sm)
+        return RowsKernel(epilogue, s.rows, s.stages, s.kblk, s.ksplit, s.warps, tiles, s.per_sm)
     return TilesKernel(
         epilogue,
         s.rows,
@@ -85,7 +85,8 @@ class StreamProjection:
     """A projection of one shape, compiled and validated for every prepared batch; weights are given per call.
 
     ``targets``: 0 stores to ``y``; T publishes to T addresses (``table`` [T, 2] int64: where this rank's BF16 and FP32
-    columns of token 0 go in every peer's buffer), with ``owner_width`` each column to its owner only. ``live``: FP32
+    columns of token 0 go in every peer's buffer, multiples of 16 and 8 bytes: :func:`publication_table`), with
+    ``owner_width`` each column to its owner only. ``live``: FP32
     rows that are written. Nothing is allocated, compiled or read back in :meth:`run`.
     """
 
@@ -125,8 +126,9 @@ class StreamProjection:
         y: torch.Tensor | None = None,
         y32: torch.Tensor | None = None,
         table: torch.Tensor | None = None,
+        pitch: tuple[int, int] = (0, 0),
     ) -> None:
-        """Raise ValueError for tensors that :meth:`run` would misread. Once per prepared buffer, before capture."""
+        """Raise ValueError for tensors that :meth:`run` would misread. Reads nothing back from the device."""
         s, m = self.shape, x.shape[0]
         if m not in self._code:
             raise ValueError(f"{s.op}: {m} rows are not prepared; prepared: {sorted(self._code)}")
@@ -138,6 +140,10 @@ class StreamProjection:
             if table is None:
                 raise ValueError(f"{s.op}: publishing needs a table of addresses")
             runtime.check_tensor("table", table, torch.int64, (self.epilogue.targets, 2))
+            if pitch[0] % 8 or pitch[1] % 2:
+                raise ValueError(
+                    f"{s.op}: published rows must be a multiple of 8 (FP32: 2) elements apart, got {pitch}"
+                )
         elif y is None or (s.fp32_rows and y32 is None):
             raise ValueError(f"{s.op}: storing needs y" + (" and y32" if s.fp32_rows else ""))
         if y is not None:
@@ -175,6 +181,17 @@ class StreamProjection:
         )
 
 
+def publication_table(slots: Sequence[tuple[int, int]], device: torch.device | str) -> torch.Tensor:
+    """``table`` of the (BF16, FP32) addresses of a rank's slot in every peer's mailbox; FP32 0 where there is none.
+
+    Raises ValueError for an address that 16- or 8-byte stores cannot take.
+    """
+    for narrow, wide in slots:
+        if narrow % 16 or wide % 8:
+            raise ValueError(f"mailbox slots must start at multiples of 16 (FP32: 8) bytes, got {narrow:#x}, {wide:#x}")
+    return torch.tensor(list(slots), dtype=torch.int64, device=device)
+
+
 def _pointer(tensor: torch.Tensor, dtype: torch.dtype) -> Any:
     import cutlass.cute as cute
 
@@ -197,7 +214,6 @@ def _untriggered(s: Setting) -> tuple[Any, ...]:
         s.wm,
         s.wk,
         s.xstages,
-        s.reuse,
         s.xcast,
         s.prompt,
         s.l2,
@@ -264,7 +280,7 @@ def compile_cases(arch: str) -> dict[str, CompileCase]:
             kernel, code = make_kernel(used, setting, m), code_key(used, setting, m)
             contract = ROWS_CONTRACT if setting.kind == "rows" else TILES_CONTRACT
             epilogue = ("situ",) * shape.situ + ("fp32",) * bool(live) + ("own" if owner else "all",) * bool(targets)
-            ring = ("split",) * (setting.ksplit > 1) + ("reuse",) * setting.reuse + ("share",) * (setting.xcast > 1)
+            ring = ("split",) * (setting.ksplit > 1) + ("share",) * (setting.xcast > 1)
             kind = "-".join((setting.kind, str(token_tiles(m)), *epilogue, *ring))
             case = CompileCase(kernel, fake_args(), kernel.threads, kernel.smem, contract, kind, code)
             out[f"{name}-m{m}"] = case

@@ -34,6 +34,9 @@ class Epilogue:
     owner_width: int = 0
 
     def __post_init__(self) -> None:
+        if self.columns % 8 or self.shape.fp32_rows % 8:
+            size = f"{self.columns} columns, {self.shape.fp32_rows} of them FP32"
+            raise ValueError(f"{self.shape.op}: {size}: both must be multiples of 8")
         if self.owner_width and (self.owner_width % 8 or self.owner_width * self.targets != self.columns):
             owners = f"{self.targets} owners of {self.owner_width} columns"
             raise ValueError(f"{self.shape.op}: {owners} do not cover {self.columns} columns in eights")

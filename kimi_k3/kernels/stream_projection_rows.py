@@ -50,7 +50,7 @@ class RowsKernel(Output):
     """``tiles``: n8 tiles of tokens, b <= 8 * tiles. Raises ValueError for a geometry that does not divide."""
 
     def __init__(self, epilogue: Epilogue, rows: int, stages: int, kblk: int = 128, ksplit: int = 1, warps: int = 8,
-                 tiles: int = 1, reuse: bool = False, per_sm: int = 0) -> None:  # fmt: skip
+                 tiles: int = 1, per_sm: int = 0) -> None:  # fmt: skip
         n, k, situ = epilogue.shape.n, epilogue.shape.k, epilogue.shape.situ
         self.epilogue, self.n, self.k, self.rows, self.kblk, self.ksplit = epilogue, n, k, rows, kblk, ksplit
         self.warps, self.tiles = warps, tiles
@@ -74,10 +74,7 @@ class RowsKernel(Output):
         self.blocks = -(-epilogue.columns // self.half)
         self.threads = 32 * warps + 32
         self.box = rows * kblk * 2
-        # many tokens have large partial tiles: they can reuse the drained ring, at the price of one more block barrier
-        self.reuse = reuse
-        partial = 4 * warps * self.tokens * self.pitch
-        self.region = max(self.stages * self.box, partial) if self.reuse else self.stages * self.box + partial
+        self.region = self.stages * self.box + 4 * warps * self.tokens * self.pitch
         self.smem = self.region + 16 * self.stages + 8 + (4 * ksplit * self.tokens * rows if ksplit > 1 else 0)
         extra = padding(self.smem, per_sm)
         self.region, self.smem = self.region + extra, self.smem + extra
@@ -112,9 +109,8 @@ class RowsKernel(Output):
         T: cutlass.Constexpr = self.tokens
         smem = cmem.SmemAllocator()
         ring = smem.allocate(self.region, 1024)
-        at = ring if self.reuse else ring + S * self.box
         tiles = cute.make_layout((W, T, self.pitch), stride=(T * self.pitch, self.pitch, 1))
-        red = cute.make_tensor(cute.recast_ptr(at, dtype=Float32), tiles)
+        red = cute.make_tensor(cute.recast_ptr(ring + S * self.box, dtype=Float32), tiles)
         bars = smem.allocate_array(Uint64, 2 * S + 1)  # full, empty, cluster sum
         part = red
         if cutlass.const_expr(self.ksplit > 1):
@@ -131,8 +127,7 @@ class RowsKernel(Output):
         cute.arch.sync_threads()
         if cutlass.const_expr(self.ksplit > 1):  # noqa: SIM102 - compile time outside, run time inside
             if (tid == 0) & (rank == 0):
-                sources: cutlass.Constexpr = self.ksplit - 1 if self.reuse else self.ksplit
-                cute.arch.mbarrier_arrive_and_expect_tx(bars + 2 * S, b * (sources * self.rows * 4))
+                cute.arch.mbarrier_arrive_and_expect_tx(bars + 2 * S, b * (self.ksplit * self.rows * 4))
         if warp == W:
             g0 = cute.local_tile(t0, (self.half, 64, self.kblk // 64), (block, 0, None))
             g1 = cute.local_tile(t1, (self.half, 64, self.kblk // 64), (block, 0, None))
@@ -151,8 +146,6 @@ class RowsKernel(Output):
                 s = i % S
                 cu.wait_uniform(bars + S + s, (i // S - 1) % 2)
                 self.load(w0, g0, w1, g1, layout, ring + s * self.box, bars + s, first + i)
-            if cutlass.const_expr(self.reuse):
-                cute.arch.sync_threads()
         else:
             self.consume(ring, bars, red, x, ldx, b, rank, warp, tid % 32)
         cute.arch.sync_threads()
@@ -208,8 +201,6 @@ class RowsKernel(Output):
                     cute.arch.mbarrier_arrive(bars + S + s)
                 if t0 + P < self.turns:
                     self.fetch(xr, p, xbase, Int64(turn + P) * step)
-        if cutlass.const_expr(self.reuse):
-            cute.arch.sync_threads()  # every warp is done with the ring
         for m in cutlass.range_constexpr(self.mt):
             for t in cutlass.range_constexpr(NT):
                 for v in cutlass.range_constexpr(4):
@@ -227,31 +218,18 @@ class RowsKernel(Output):
             tile = (partial, 4 * self.pitch, stride)
             self.emit_tile(tile, out, self.half, self.warps, block * self.half, b, tid)
         else:
-            cute.arch.cluster_wait()  # rank 0 runs and its barrier is armed
+            cute.arch.cluster_wait()  # rank 0 runs and its barrier exists; bytes may arrive before it is armed
             bar0 = cu.mapa(Int32(bar.toint()), 0)
             sums = Int32(part.iterator.toint())
-            mine = sums + rank * size
-            base = cu.mapa(mine, 0)
+            mine = cu.mapa(sums + rank * size, 0)
             for i in range(tid, (R // 4) * b, self.threads):
                 token, r = i // (R // 4), 4 * (i % (R // 4))
                 v = self.added(partial + 4 * (token * self.pitch + r), stride, self.warps, 4)
-                at, words = 4 * (token * R + r), [cu.f2i(e) for e in v]
-                if cutlass.const_expr(self.reuse):
-                    cu.sts4(mine + at, words)
-                else:
-                    cu.st_async4(base + at, words, bar0)
-            if cutlass.const_expr(self.reuse):  # many small remote stores are slow: one bulk copy
-                cu.fence_async_shared()
-                cute.arch.sync_threads()
-                if (tid == 0) & (rank != 0):
-                    cu.bulk_to_block(base, mine, b * (4 * R), bar0)
+                cu.st_async4(mine + 4 * (token * R + r), [cu.f2i(e) for e in v], bar0)
             if rank == 0:
                 cu.wait_cluster(bar, 0)
                 tile = (sums, 4 * R, size)
                 self.emit_tile(tile, out, self.half, self.ksplit, block * self.half, b, tid)
-            if cutlass.const_expr(self.reuse):
-                cute.arch.cluster_arrive_relaxed()
-                cute.arch.cluster_wait()  # the copy out of this block has been read
 
     def block_offset(self, j: int) -> int:
         """Byte offset of 8-row block ``j`` inside a stage: boxes of ``half`` rows, each [kblk/64][half][64]."""

@@ -31,7 +31,6 @@ class Setting:
     wk: int = 1
     trigger: int = 4
     xstages: int = 0  #: ring of x, tiles kernel; 0: as deep as W's
-    reuse: bool = False  #: rows kernel: partial tiles reuse the ring's memory, rank sums travel by bulk copy
     xcast: int = 1  #: neighbouring blocks that share x by multicast, tiles and wgmma
     prompt: bool = False  #: wgmma: slots are released at once, at the price of waiting for every stage's products
     l2: int = 0  #: tiles kernel: boxes of W beyond the ring that are fetched into L2 before the dependency wait

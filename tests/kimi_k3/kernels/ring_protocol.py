@@ -218,12 +218,12 @@ class Cluster:
         r, me = self.ring, (block.place, warp)
         if warp == 0:
             block.started = True
-            if r.ksplit > 1:
-                block.exchange.arrive(expect=r.ksplit - 1)
         if r.xcast > 1:
             self.arrive(me)
         block.at_barrier[0] += 1
         yield lambda: block.at_barrier[0] > r.warps
+        if warp == 0 and r.ksplit > 1:
+            block.exchange.arrive(expect=r.ksplit - 1)
         yield from self.produce(block, me) if warp == r.warps else self.consume(block, me)
         if r.ksplit > 1:
             self.arrive(me)

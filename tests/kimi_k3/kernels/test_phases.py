@@ -30,14 +30,29 @@ def phases(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return module
 
 
-@pytest.mark.parametrize(("rows", "kind"), [(8, "rows"), (64, "wgmma")])
-def test_every_phase_is_stamped(phases: ModuleType, rows: int, kind: str, tmp_path: Path) -> None:
-    kernel, setting = phases.kernel("small-tp8-o_proj", rows, {"kind": kind} if kind == "rows" else {}, tmp_path)
+SETTINGS = {
+    "rows": (8, {"kind": "rows", "stages": 2, "ksplit": 1, "rows": 16, "kblk": 128, "warps": 8}),
+    "tiles": (64, {"kind": "tiles", "stages": 4, "ksplit": 1}),
+    "wgmma": (64, {"kind": "wgmma", "stages": 4, "ksplit": 1, "prompt": True}),
+}
+
+
+@pytest.mark.parametrize("kind", SETTINGS)
+def test_every_phase_is_stamped(phases: ModuleType, kind: str, tmp_path: Path) -> None:
+    rows, changes = SETTINGS[kind]
+    kernel, setting = phases.kernel("small-tp8-o_proj", rows, changes, tmp_path)
+    assert setting.kind == kind
     out = tmp_path / "ptx"
     out.mkdir()
     cute.compile(kernel, *sp.fake_args(), options=f"--gpu-arch sm_90a --keep-ptx --dump-dir={out}")
     ptx = next(out.glob("*.ptx")).read_text()
-    assert len(re.findall(r"mov\.u64 t, %globaltimer", ptx)) >= len(phases.PHASES), setting
+    # a consumer's first stage may be stamped in every copy of an unrolled loop
+    assert len(re.findall(r"mov\.u64 t, %globaltimer", ptx)) >= len(phases.PHASES)
+    for module in (phases.rows_module, phases.tiles_module):
+        text = phases.stamped(module)
+        found = {phase: text.count(f"stamp(clocks + {8 * phase})") for phase in range(len(phases.PHASES))}
+        twice = {4} if module is phases.tiles_module else set()  # two ways to multiply
+        assert found == {phase: 2 if phase in twice else 1 for phase in found}
 
 
 def test_a_place_that_is_gone_is_said(phases: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -140,6 +140,19 @@ def test_owner_columns_must_cover_the_output() -> None:
         Epilogue(SHAPE, targets=8, owner_width=12)
 
 
+@pytest.mark.parametrize(("n", "fp32"), [(90, 0), (104, 12)])
+def test_columns_that_wide_stores_would_overrun_are_refused(n: int, fp32: int) -> None:
+    with pytest.raises(ValueError, match="must be multiples of 8"):
+        Epilogue(shapes.ProjectionShape("odd", n, 512, fp32_rows=fp32))
+
+
+@pytest.mark.parametrize("slot", [(4104, 0), (4096, 4)])
+def test_mailbox_slots_that_wide_stores_would_miss_are_refused(slot: tuple[int, int]) -> None:
+    assert sp.publication_table([(4096, 8)], "cpu").tolist() == [[4096, 8]]
+    with pytest.raises(ValueError, match="multiples of 16"):
+        sp.publication_table([(4096, 0), slot], "cpu")
+
+
 CACHE = cross.default_cache()
 CASES = (
     "kimi-k3-tp8-kda_in_proj-m8",

@@ -139,6 +139,16 @@ def test_outputs_that_wide_stores_would_miss_are_refused() -> None:
         op.check(x, w, torch.empty(3 * op.columns + 4, device="cuda", dtype=torch.bfloat16)[4:].view(3, op.columns))
 
 
+def test_mailbox_rows_that_wide_stores_would_miss_are_refused() -> None:
+    shape, _ = sp.cases()["small-tp8-o_proj"]
+    op = sp.StreamProjection(shape, (3,), targets=2)
+    x, w = sp.make_inputs(shape, 3, 1)
+    table = sp.publication_table([(4096, 0), (8192, 0)], "cuda")
+    op.check(x, w, table=table, pitch=(264, 0))
+    with pytest.raises(ValueError, match="published rows must be"):
+        op.check(x, w, table=table, pitch=(260, 0))
+
+
 def test_no_compilation_during_capture() -> None:
     from kimi_k3.kernels import runtime
 
