@@ -34,6 +34,19 @@ def problems(manifest: Manifest) -> Iterator[Problem]:
     yield from _gates(manifest)
     yield from _unknown(manifest)
     yield from _impossible(manifest)
+    yield from _left_out(manifest)
+
+
+def _left_out(manifest: Manifest) -> Iterator[Problem]:
+    """Deployments on which features are to be checked, of which the tier runs no cell."""
+    scope = [row.name for row in manifest.scope]
+    for tier, knobs in manifest.tiers.items():
+        run = {cell.name for cell in manifest.cells(tier) if knobs.features.admits(cell.name, cell.key)}
+        for i, name in enumerate(knobs.features.rows):
+            if name in scope and name not in run:
+                where: Loc = ("tiers", tier, "features", "rows", i)
+                what = f"tier {tier!r} runs no cell of {name!r} that this selection admits"
+                yield Problem(where, what, f"a row that tiers.{tier}.cells has: {', '.join(sorted(run)) or 'none'}")
 
 
 def _impossible(manifest: Manifest) -> Iterator[Problem]:

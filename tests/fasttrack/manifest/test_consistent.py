@@ -179,3 +179,17 @@ def test_an_acceptance_length_beyond_the_drafts_is_refused(tmp_path: Path, accep
 def test_an_acceptance_that_is_no_number_is_refused(tmp_path: Path, acceptance: str):
     said, _ = message(tmp_path, {"named_cells": [{**CELL, "acceptance": acceptance}]})
     assert "named_cells.0.acceptance" in said
+
+
+@pytest.mark.parametrize(
+    "knobs",
+    [
+        {"cells": {"rows": ["row"]}, "features": {"rows": ["other"]}},
+        {"features": {"rows": ["other"], "requests": [64]}},
+    ],
+)
+def test_features_on_a_deployment_that_the_tier_leaves_out_are_refused(tmp_path: Path, knobs: dict[str, Any]):
+    scope = [ROW, {"name": "other", "tp": [16], "requests": [1]}]
+    said, words = message(tmp_path, {"scope": scope, "tiers": {"smoke": {"minutes": 1, **knobs}}})
+    assert said.startswith("tiers.smoke.features.rows.0: tier 'smoke' runs no cell of 'other'"), said
+    assert words == ["-", "other"]
