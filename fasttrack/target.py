@@ -68,6 +68,7 @@ class TargetDescription:
     faults: tuple[str, ...] = ()  #: named faults of the optimised path, for sabotaged arms
     features: tuple[str, ...] = ()
     providers: tuple[str, ...] = ()  #: who may serve an op, as the ledger names them; empty = not told
+    counts_state: tuple[str, ...] = ()  #: engines that count what a step changes of state nobody owns
 
     @staticmethod
     def from_json(data: Mapping[str, Any]) -> TargetDescription:

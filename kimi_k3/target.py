@@ -208,6 +208,7 @@ class KimiK3Target(Kernels):
                 context_parallel=names.CONTEXT_PARALLEL,
             ),
             engines=("embedded", "vllm", "server"),
+            counts_state=("embedded",),
             features=names.FEATURES,
             faults=names.FAULTS,
         )

@@ -46,7 +46,8 @@ def agreement(scope: Scope, records: Sequence[Any]) -> GateResult:
     unseen = [str(c) for c in scope.cells() if not any(scope.is_step_of(s, c) for s in specialised)]
     watched = {s.unit for s in agreed}
     unseen += [p.name for p in scope.probes() if p.expect == "stock" and f"isolation/probe/{p.name}" not in watched]
-    if counted:  # not every engine can, but one that can does it everywhere
+    # not every engine can, but one that can does it everywhere
+    if counted or scope.manifest.engine.kind in scope.description.counts_state:
         unseen += [f"{s.run}/{s.index} (state not counted)" for s in specialised if s.unowned_changed is None]
     numbers = [
         Number("steps on which the witnesses disagree", disagreed, f"of {len(traces)} profiled", "0"),
@@ -63,7 +64,7 @@ def agreement(scope: Scope, records: Sequence[Any]) -> GateResult:
     if wrong:
         return GateResult(gate=name, verdict="fail", reason=f"{some(wrong)}.", numbers=numbers)
     if unseen:
-        reason = f"The profiler watched no step of: {some(unseen)}."
+        reason = f"Not watched by the profiler, or not counted: {some(unseen)}."
         return GateResult(gate=name, verdict="inconclusive", reason=reason, numbers=numbers)
     owned = " and no step changed state that nobody owns" if counted else ""
     reason = f"Ledger and profiler agree on every profiled step, op by op{owned}."

@@ -160,6 +160,16 @@ def test_a_step_that_changes_what_nobody_owns_fails(toy_scope, toy_records):
     assert "state not counted" in reason
 
 
+def test_an_engine_that_can_count_state_must(toy_scope, toy_records):
+    records = toy_records["isolation"]
+    assert verdict("witnesses", toy_scope, records)[0] == "pass"  # the toy engine cannot
+    kind = toy_scope.manifest.engine.kind
+    able = replace(toy_scope, description=replace(toy_scope.description, counts_state=(kind,)))
+    got, reason = verdict("witnesses", able, records)
+    assert got == "inconclusive"
+    assert "state not counted" in reason
+
+
 @pytest.mark.parametrize(
     ("update", "word"),
     [
