@@ -7,10 +7,12 @@ Bold: a goal was missed; ``!``: the library was faster. Parts of the floor are r
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+
+from fasttrack.gates.kernels import goal_text, met, part_of_floor, percent
+from fasttrack.records.schema import parse_record
 
 ROWS = (1, 2, 4, 8, 16, 32, 64)
 
@@ -19,32 +21,23 @@ class Times:
     """Records by kernel name and arm."""
 
     def __init__(self, folder: Path) -> None:
-        lines = (folder / "records" / "performance.jsonl").read_text(encoding="utf-8").splitlines()
-        found = [r for r in map(json.loads, lines) if r["metric"] == "kernel_time"]
+        path = folder / "records" / "performance.jsonl"
+        records = [parse_record(line, where=path.name) for line in path.read_text(encoding="utf-8").splitlines()]
+        found = [r for r in records if r.metric == "kernel_time"]
         self.own, self.library = (
-            {r["details"]["kernel"]: r for r in found if r["arm"] == arm} for arm in ("optimized", "stock")
+            {str(r.details["kernel"]): r for r in found if r.arm == arm} for arm in ("optimized", "stock")
         )
-
-    def us(self, kernel: str) -> float:
-        return 1e6 * float(self.own[kernel]["value"])
-
-    def part(self, kernel: str) -> float:
-        return float(self.own[kernel]["details"]["floor_s"]) / float(self.own[kernel]["value"])
-
-    def missed(self, kernel: str) -> bool:
-        fraction, seconds = (self.own[kernel]["details"][k] for k in ("goal_fraction", "goal_s"))
-        return bool((fraction and self.part(kernel) < fraction) or (seconds and self.own[kernel]["value"] > seconds))
 
     def cell(self, kernel: str, least: float = 0.0) -> str:
         """Empty where nothing was timed; a part of the floor below ``least`` says nothing and is left out."""
-        if kernel not in self.own:
+        own, stock = self.own.get(kernel), self.library.get(kernel)
+        if own is None:
             return ""
-        part = f" ({int(100 * self.part(kernel))} %)" if self.part(kernel) >= least else ""
-        text = f"{self.us(kernel):.2f}{part}"
-        text = f"**{text}**" if self.missed(kernel) else text
-        stock = self.library.get(kernel)
+        part = f" ({percent(own, 0).replace('%', ' %')})" if part_of_floor(own) >= least else ""
+        text = f"{1e6 * own.value:.2f}{part}"
+        text = text if met(own) else f"**{text}**"
         if stock:
-            text += f" {1e6 * stock['value']:.1f}" + (" !" if stock["value"] < self.own[kernel]["value"] else "")
+            text += f" {1e6 * stock.value:.1f}" + (" !" if stock.value < own.value else "")
         return text
 
 
@@ -59,7 +52,7 @@ def table(head: str, lines: Iterable[tuple[str, Callable[[int], str]]], rows: tu
 def projections(t: Times) -> Iterator[tuple[str, Callable[[int], str]]]:
     for tp in (8, 16):
         for op in dict.fromkeys(k.split("/")[0] for k in t.own if f"/tp{tp}/m" in k):
-            size = str(t.own[f"{op}/tp{tp}/m1"]["details"]["shape"]).split(",")[0]
+            size = str(t.own[f"{op}/tp{tp}/m1"].details["shape"]).split(",")[0]
             n, k = map(int, size.split(" x "))
             yield f"TP{tp} {op} {size} | {2e-6 * n * k:.1f}", lambda m, at=f"{op}/tp{tp}": t.cell(f"{at}/m{m}")
 
@@ -88,15 +81,12 @@ def main() -> None:
     table("shard, op", published(t), (1, 8, 64))
     table("", kda_core(t))
     table("site", residual(t))
-    goals = [k for k, r in t.own.items() if r["details"]["goal_fraction"] or r["details"]["goal_s"]]
-    floors = {r["details"]["bytes"] / r["details"]["floor_s"] / 1e12 for r in t.own.values()}
-    won = sum(t.library[k]["value"] >= t.own[k]["value"] for k in t.library)
-    print(
-        f"{sum(not t.missed(k) for k in goals)} of {len(goals)} goals met, {won} of {len(t.library)} at least as fast"
-    )
-    print(
-        f"read floor {min(floors):.3f} to {max(floors):.3f} TB/s; missed:", ", ".join(k for k in goals if t.missed(k))
-    )
+    goals = {k: met(r) for k, r in t.own.items() if goal_text(r)}
+    floors = {r.details["bytes"] / r.details["floor_s"] / 1e12 for r in t.own.values()}
+    won = sum(t.library[k].value >= t.own[k].value for k in t.library)
+    print(f"{sum(goals.values())} of {len(goals)} goals met, {won} of {len(t.library)} at least as fast")
+    missed = ", ".join(k for k, good in goals.items() if not good)
+    print(f"read floor {min(floors):.3f} to {max(floors):.3f} TB/s; missed: {missed}")
 
 
 if __name__ == "__main__":
